@@ -6,12 +6,11 @@ Answers hold while a model is only read: layers of equal code and settings are a
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,7 +18,6 @@ from torch import nn
 
 from .errors import UnsupportedError
 from .tensors import is_sharded
-from .undo.journal import original_class
 
 LEARNT_KEYS = ("PREFIX_TUNING", "CARTRIDGE")  # adapters of PEFT that put keys in front of a prompt
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -295,18 +293,3 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-CACHE_NAME = "past_key_values"
-OTHER_CACHE_NAMES = ("cache_params", "state")  # Mamba's, and RWKV's
-
-
-def cache_name(model: object) -> str:
-    """Return the name of the cache among the arguments of a model, patched or not."""
-    return _cache_name(original_class(model))
-
-
-@lru_cache(maxsize=256)
-def _cache_name(kind: Any) -> str:
-    names = inspect.signature(kind.forward).parameters
-    return next((name for name in (CACHE_NAME, *OTHER_CACHE_NAMES) if name in names), CACHE_NAME)

@@ -32,6 +32,12 @@ RARELY = (20_000, 10, 10)  # by Python's own 700 new objects, a tenth of the tim
 torch.set_num_threads(1)  # the models are tiny: more threads only wait for each other
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests call a cache as all supported releases understand it. That the package itself takes the name which is not
+    # deprecated, tests/parity/test_cache_names.py holds.
+    config.addinivalue_line("filterwarnings", "ignore:`(past_key_values|cache_params)` is deprecated:FutureWarning")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules and tests stay: of their million objects, no later collection of garbage looks at one again."""

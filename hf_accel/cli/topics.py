@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_accel
+from hf_accel.cache.hf.cache_argument import cache_name
 from hf_accel.kernels import cpu as kernels
 from hf_accel.models import vocabulary_size
 from hf_accel.patching.twin import twin
@@ -219,7 +220,7 @@ def memory(model: PreTrainedModel, keywords: Mapping[str, Any], sizes: Sizes) ->
 def _kept_after(model: Any, keywords: Mapping[str, Any], prompt: Tensor) -> tuple[int, int]:
     """Return the bytes of keys and values that stock and a patched model keep of a prompt [B, T]."""
     stock: Any = DynamicCache(config=model.config)
-    model(input_ids=prompt, past_key_values=stock, use_cache=True, logits_to_keep=1)
+    model(input_ids=prompt, **{cache_name(model): stock}, use_cache=True, logits_to_keep=1)
     stock_kv = sum(layer.keys.nbytes + layer.values.nbytes for layer in stock.layers)
     patched: Any = hf_accel.patch(twin(model), **{**keywords, "keep_original": True})
     patched.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)

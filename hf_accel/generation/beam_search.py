@@ -29,7 +29,8 @@ class BeamSettings:
 
     num_candidates: how many continuations each pass looks at, among all beams of a prompt. length_penalty: a
     result's score is divided by the number of its tokens to this power. early_stopping: True, False or "never".
-    samples: whether continuations are drawn, without replacement. stop_ids: [n] int64, the tokens that end a beam.
+    samples: whether continuations are drawn, without replacement. sorts_drawn: whether those are put in the order of
+    their scores. stop_ids: [n] int64, the tokens that end a beam.
     process: makes scores [N, V] of token ids [N, L] and log-probabilities [N, V], to which it may write; None leaves
     them as they are. process_keeps: whether it may keep scores that it was given or has made.
     stops: which of the beams with token ids [N, L] end, [N] bool; None if only stop_ids and the length decide.
@@ -46,6 +47,7 @@ class BeamSettings:
     stop_ids: Tensor
     process: Callable[[Tensor, Tensor], Tensor] | None = None
     process_keeps: bool = False
+    sorts_drawn: bool = False
     stops: Callable[[Tensor], Tensor] | None = None
     drops_ended: bool = True
     keeps_scores: bool = False
@@ -170,7 +172,11 @@ class BeamSearch(JointChoice):
         probabilities = torch.ones((self._num_prompts, sums.shape[1]), device=sums.device)
         probabilities[self._numbers] = sums.softmax(-1)
         places = torch.multinomial(probabilities, num_samples=self.settings.num_candidates)[self._numbers]
-        return sums.gather(1, places), places
+        values = sums.gather(1, places)
+        if self.settings.sorts_drawn:
+            values, order = values.sort(dim=-1, descending=True)
+            places = places.gather(1, order)
+        return values, places
 
     def _ends(self, beams: Tensor, tokens: Tensor) -> Tensor:
         """Return which continuations end their beam, [P, C] bool."""

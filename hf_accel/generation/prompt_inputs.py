@@ -19,8 +19,7 @@ from .token_arguments import TokenArguments, as_bytes
 TEXT_INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict", "logits_to_keep",
     "labels", "output_attentions", "output_hidden_states", "num_items_in_batch", "cache_position", "synced_gpus",
-    "cache_params",
-    "state",
+    "cache", "cache_params", "state",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from ..attention import PlannedAttention
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import implementation_of_config, set_our_attention, stock_implementation
+from ..cache.hf.cache_argument import cache_name
 from ..config.patch_config import (
     Attention,
     Cache,
@@ -37,7 +38,7 @@ from ..keywords import MEANT_BY_PATCH, checked_keywords
 from ..linear import QuantModule
 from ..linear.hf import METHOD, AccelConfig, AccelQuantizer, stored_tables
 from ..linear.quantized_model import QuantizedModel
-from ..models import cache_name, layers_config, model_of, unwrapped
+from ..models import layers_config, model_of, unwrapped
 from ..tensors import model_device, torchs_defaults
 from ..undo.journal import Journal, mixed_class
 from ..undo.state import (

@@ -15,6 +15,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from ..attention.hf import ATTENTION_NAME
 from ..attention.hf.stock import set_implementation, stock_implementation
 from ..cache.hf import model_kinds, page_groups
+from ..cache.hf.cache_argument import cache_name
 from ..cache.kinds import SourceRows
 from ..cache.pages import Pages
 from ..cache.pass_rows import Parts, Passes, rows_of_passes
@@ -58,8 +59,8 @@ def stock_alone(
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -len(shown) :]
             given = {"position_ids": positions} if takes_positions else {}
             output = tried(
-                input_ids=torch.tensor([shown]), attention_mask=mask, past_key_values=cache, use_cache=True,
-                return_dict=True, **given,
+                input_ids=torch.tensor([shown]), attention_mask=mask, use_cache=True, return_dict=True,
+                **{cache_name(tried): cache}, **given,
             )  # fmt: skip
             outputs.append(output.logits[0, -len(ids) :])
     return tuple(outputs)
@@ -90,7 +91,7 @@ def stock_with_source(
         if masked:
             more["attention_mask"] = torch.arange(len(source), 0, -1)[None].gt(1).long()
         if cached:
-            more["past_key_values"] = EncoderDecoderCache(
+            more[cache_name(tried)] = EncoderDecoderCache(
                 DynamicCache(config=layers_config(tried.config)), DynamicCache()
             )
         given: list[int] = []

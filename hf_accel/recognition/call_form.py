@@ -18,7 +18,7 @@ from .unchanged import PLAIN_TYPES
 
 MASK, TABLES, BIAS = "attention_mask", "position_embeddings", "position_bias"
 POSITION_IDS = "position_ids"
-CACHES = ("past_key_values", "layer_past", "cache_params")  # the names of a cache
+CACHES = ("past_key_values", "cache", "layer_past", "cache_params")  # the names of a cache
 CACHE = CACHES[0]
 SOURCE_STATES, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"  # of a decoder that has an encoder
 SOURCE_BIAS = "encoder_decoder_position_bias"  # what T5's decoder adds to the scores of an encoder's output: zeros
@@ -58,12 +58,12 @@ def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32, others
     return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def usual_pass(kind: type[nn.Module], *, has_encoder: bool = False) -> CallForm:
+def usual_pass(kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool = False) -> CallForm:
     """Return the form of a call of a decoder layer by transformers' models: with those of TENSORS that its code names,
     a cache among them.
 
-    has_encoder: whether the layer is given an encoder's output. Raises UntraceableError if it is given other hidden
-    states.
+    cache: the name of the cache for code that names none. has_encoder: whether the layer is given an encoder's output.
+    Raises UntraceableError if it is given other hidden states.
     """
     usual, names = {*TENSORS} if has_encoder else {*TENSORS} - {*OF_SOURCE}, parameter_names(kind.forward)
     other = [name for name in names[1:] if name.endswith("hidden_states") and name != SOURCE_STATES]
@@ -71,7 +71,7 @@ def usual_pass(kind: type[nn.Module], *, has_encoder: bool = False) -> CallForm:
         raise UntraceableError(f"it is given {other[0]} too, which no trace follows")
     named = usual.intersection(names)
     if named.isdisjoint(CACHES):
-        named = usual - {*CACHES[1:], *OF_SOURCE}
+        named = usual - {*CACHES, *OF_SOURCE} | {cache}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
 
 

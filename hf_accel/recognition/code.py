@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from .cache_code import (
 )
 from .dead_branches import DeadBranches
 from .selected_code import SELECTED, selects_tokens
-from .source import nodes_of, tree_of
+from .source import is_renaming, nodes_of, own_code, tree_of
 
 
 @lru_cache(maxsize=4096)
@@ -126,7 +126,7 @@ class _Inline(ast.NodeTransformer):
 def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function of torch.nn.functional that code names, under any name of the module, such as F.silu."""
     first, *rest = name.split(".")
-    found: Any = getattr(forward, "__globals__", {}).get(first)
+    found: Any = getattr(own_code(forward), "__globals__", {}).get(first)
     for part in rest:
         found = getattr(found, part, None)
     known = callable(found) and getattr(F, getattr(found, "__name__", ""), None) is found
@@ -140,6 +140,11 @@ ROTATIONS = (ROTATION, PARTING_ROTATION, f"{ROTATION}_vision")  # a trace may fo
 
 def with_functions(forward: Any, functions: dict[str, Callable[..., Any]]) -> FunctionType:
     """Copy a forward, so that it finds other functions under these names."""
+    if is_renaming(forward):
+        own = forward.__wrapped__
+        inner = with_functions(own, functions)
+        cells = tuple(CellType(inner) if cell.cell_contents is own else cell for cell in forward.__closure__)
+        return FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     copy = FunctionType(
         forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -242,7 +247,7 @@ def functions_of(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | 
             continue
         node = tree_of(function)
         if node is None:
-            if any("mask" in n or n in CACHE_NAMES for n in function.__code__.co_varnames):
+            if any("mask" in n or n in CACHE_NAMES for n in own_code(function).__code__.co_varnames):
                 return None
             continue
         found[name] = DeadBranches(absent).visit(node)

@@ -66,7 +66,7 @@ class CacheStandIn(Opaque):
         super().__init__("past_key_values")
         self.trace = trace
 
-    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
+    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
         return self.trace.write(key, value, layer_idx)
 
     def get_seq_length(self, layer_idx: Any = 0) -> Any:

@@ -9,9 +9,24 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
+RENAMES = "transformers.utils.deprecation"  # whose wrappers hand on arguments by their newer names, and do no more
 STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+
+
+def is_renaming(function: Any) -> bool:
+    """Return whether a function only hands on arguments by their newer names: one of deprecate_kwarg."""
+    in_file = isinstance(function, FunctionType) and function.__globals__.get("__name__") == RENAMES
+    return in_file and hasattr(function, "__wrapped__")
+
+
+def own_code(function: Any) -> Any:
+    """Return the function that wrappers hand arguments on to by their newer names; the function itself without any."""
+    while is_renaming(function):
+        function = function.__wrapped__
+    return function
 
 
 @lru_cache(maxsize=8192)

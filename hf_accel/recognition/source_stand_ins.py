@@ -121,7 +121,7 @@ class SourceCacheStandIn(Opaque):
         self.trace = trace
         self.layers = KeptLayers(trace)
 
-    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any) -> tuple[StandIn, StandIn]:
+    def update(self, key: Any, value: Any, layer_idx: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
         return self.trace.write_source(key, value, layer_idx)
 
     def __bool__(self) -> bool:

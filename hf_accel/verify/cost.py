@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..cache.hf.cache_argument import cache_name
 from ..errors import UnsupportedError
 from ..patching.pack import PROGRESS_SECONDS
 from .certificate import Cost
@@ -71,9 +72,10 @@ def predictions(model: PreTrainedModel, ids: Tensor) -> Iterator[Tensor]:
         more, own = {"encoder_outputs": model.get_encoder()(input_ids=ids)}, "decoder_input_ids"
     else:
         cache = new_cache(model)
+    name = cache_name(model)
     for chunk in ids.split(CHUNK_TOKENS, dim=1):
-        output: Any = model(**{own: chunk}, **more, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output: Any = model(**{own: chunk}, **more, **{name: cache}, use_cache=True)
+        cache = output[name]
         yield output.logits[0].float().log_softmax(-1)
 
 

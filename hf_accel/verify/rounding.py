@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..cache.group import PageForm
+from ..cache.hf.cache_argument import cache_name
 from ..cache.quantized import INT4, QUANTIZED, rotate
 from ..hardware import detect
 from ..kernels.layouts import KV
@@ -78,11 +79,12 @@ class ReferenceModel:
 
     def _step_by_step(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> Tensor:
         start = min(num_prompt, max(1, history.shape[1] - SINGLE_STEPS))
+        name = cache_name(self.model)
         cache, ids = new_cache(self.model), history.to(self.model.device)
         for part in (ids[:, :start], *ids[:, start:-1].split(1, dim=1)):
             if part.shape[1]:
-                cache = self.model(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
-        return last_logits(self.model, history, past_key_values=cache, **settings)
+                cache = self.model(input_ids=part, **{name: cache}, use_cache=True)[name]
+        return last_logits(self.model, history, **{cache_name(self.model): cache}, **settings)
 
     def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
         """Run one pass with the closest rounding decisions of integer activations, keys and values reversed; None
@@ -96,7 +98,7 @@ class ReferenceModel:
         elif not rounds_inputs(self.model):
             return None
         with flipped_inputs(self.model):
-            return last_logits(self.model, history, past_key_values=cache, **settings)
+            return last_logits(self.model, history, **{cache_name(self.model): cache}, **settings)
 
     def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
         with jittered_products(self.model):

@@ -13,8 +13,8 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel, Qwen3Next
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
+from hf_accel.cache.hf.cache_argument import cache_name
 from hf_accel.kernels.cpu import refusal
-from hf_accel.models import cache_name
 
 from .families import DECODER, VOCABULARY, WINDOW, build
 from .recurrent_models import LAYERS, gated_unit_of, state_space_of

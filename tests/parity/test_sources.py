@@ -13,6 +13,7 @@ from transformers.models.mllama import modeling_mllama
 
 import hf_accel
 from hf_accel import CacheConfig, Engine, PagedCache, UnsupportedError
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 
 from ..families.models import build, family
 
@@ -137,7 +138,7 @@ def test_images_without_a_mask_go_to_stock() -> None:
 
 def test_no_cache_of_pages_is_passed_along() -> None:
     model = hf_accel.patch(fresh(), weights=None)
-    with pytest.raises(UnsupportedError, match="leave past_key_values= out"):
+    with pytest.raises(UnsupportedError, match=f"leave {CACHE_NAME}= out"):
         PagedCache(model.config)
 
 

@@ -116,7 +116,9 @@ class OperatorPass:
 
     # -- what the code asks of its cache -----------------------------------------------------------------
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any) -> tuple[CachedKeys, CachedValues]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[CachedKeys, CachedValues]:
         if self.layer_idx is not None:
             raise UntraceableError("it updates its cache more than once")
         self.layer_idx, self.dtype = layer_idx, product_dtype(keys)

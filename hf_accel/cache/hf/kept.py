@@ -13,6 +13,7 @@ from ...tensors import model_device
 from ..block_folder import BlockFolder
 from ..kept_blocks import group_folders
 from ..pages import Pages
+from .cache_argument import cache_name
 
 DIRECTORY_BYTES = CacheConfig.directory_bytes
 
@@ -48,7 +49,7 @@ class KeptOnDisk:
         if not all(group.storages for group in self.pages.groups):
             first = torch.zeros(1, 1, dtype=torch.long, device=model_device(model))
             with torch.no_grad():
-                model(input_ids=first, past_key_values=self, use_cache=True)
+                model(input_ids=first, **{cache_name(model): self}, use_cache=True)
             self.reset()  # type: ignore[attr-defined]
         for files in group_folders(self.pages, place, identity, writes=False):
             files.join()

@@ -32,6 +32,7 @@ from ..kinds.state_sizes import sizes_without_cache, state_sizes, steps_of_promp
 from ..kinds.states import WINDOW
 from ..quantized import QUANTIZED
 from ..step import SharedContext
+from .cache_argument import CACHE_NAME
 
 NOT_PAGED = "use transformers' own cache"
 REMADE = "make it with hf_accel.PagedCache(model.config)"
@@ -133,7 +134,7 @@ def refuse_sources(config: PreTrainedConfig) -> None:
     if model_kinds(config).has(SourceKind):
         raise UnsupportedError(
             f"a PagedCache that is passed along cannot hold the images that layers of a {type(config).__name__} "
-            "attend to; leave past_key_values= out, and generate() makes pages for them"
+            f"attend to; leave {CACHE_NAME}= out, and generate() makes pages for them"
         )
 
 

@@ -41,7 +41,9 @@ class SequenceCache:
 
     # -- keys and values of tokens -------------------------------------------------------------------------
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write K and V [G, Hkv, n, D] of the tokens of the call; return those of all tokens that they can see."""
         both = as_attended(key_states, value_states)
         layer = self.sequences.cache.layers[layer_idx]

@@ -17,7 +17,7 @@ from ..losses.objective import Objective
 # Arguments of a student's forward that a teacher's does not get.
 LABELS = (
     "labels", "num_items_in_batch", "shift_labels", "return_dict", "logits_to_keep", "output_hidden_states",
-    "output_attentions", "output_router_logits", "use_cache", "past_key_values", "fused_lm_head",
+    "output_attentions", "output_router_logits", "use_cache", "past_key_values", "cache", "fused_lm_head",
 )  # fmt: skip
 # Arguments that a forward passes down in its **kwargs.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

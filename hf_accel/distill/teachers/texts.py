@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...cache.hf.cache_argument import CACHE_NAMES
 from ...errors import UnsupportedError
 from .teacher import LABELS, PACKING
 
@@ -93,7 +94,7 @@ def _refuse_others(inputs: Mapping[str, Any]) -> None:
     # Where there are position_ids, PACKING adds nothing to them.
     known = {*READ, *LABELS, *(PACKING if inputs.get("position_ids") is not None else ()), "cache_position"}
     for name, value in inputs.items():
-        if name not in known and (isinstance(value, Tensor) or (name == "past_key_values" and value is not None)):
+        if name not in known and (isinstance(value, Tensor) or (name in CACHE_NAMES and value is not None)):
             raise UnsupportedError(
                 f"{name} changes a teacher's answers, and a cache knows only rows of ids; leave it out, or teach with "
                 "the model itself"

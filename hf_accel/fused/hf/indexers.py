@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...attention.hf.selected import RaggedSelection
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.hf.pass_sequences import MOST_DRAFTED
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
@@ -34,7 +35,7 @@ INDEXER = SiteKind(
 PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 INDEXER_SIZES = ("n_heads", "head_dim", "qk_rope_head_dim", "index_topk", "layer_idx")
 # What is read of its code: it stores its keys, and returns those with the highest scores.
-STORES = "k = past_key_values.update_indexer(k, self.layer_idx)"
+STORES = f"k = {CACHE_NAME}.update_indexer(k, self.layer_idx)"
 SELECTS = "topk = min(self.index_topk, index_scores.shape[-1])"
 RETURNS = "return index_scores.topk(topk, dim=-1).indices.to(torch.int32)"
 
@@ -45,13 +46,13 @@ class PagedIndexer(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = self
         given = inspect.signature(original_class(own).forward).bind(own, *args, **kwargs).arguments
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE_NAME)
         if not isinstance(cache, RaggedCache):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         del given["self"]
         layer = cache.state_layer(own.layer_idx)
         with suppress(_StoredError):
-            super().forward(**given | {"past_key_values": _Storing(layer)})  # type: ignore[misc]
+            super().forward(**given | {CACHE_NAME: _Storing(layer)})  # type: ignore[misc]
         ragged = cache.step.groups[layer.group_index].ragged
         lengths = ragged.kv_len.tolist()
         if max(lengths, default=0) <= own.index_topk:
@@ -79,7 +80,7 @@ class PagedIndexer(Mixin):
             }
             own = seen[start:stop, : before + stop]
             causal = torch.ones_like(own).tril_(before + start)
-            part |= {"attention_mask": causal[None], "past_key_values": _Held(keys[:, : before + stop])}
+            part |= {"attention_mask": causal[None], CACHE_NAME: _Held(keys[:, : before + stop])}
             chosen: Tensor = super().forward(**part)  # type: ignore[misc]
             own.scatter_(-1, chosen[0].long(), True).logical_and_(causal)
         return seen
@@ -187,7 +188,7 @@ def _sets_in_passes(
         part, stop = slice(start, start + count), start + count
         rows = (given[:, part].reshape(1, -1, given.shape[-1]) for given in inputs)
         placed = tuple(table[:, part].repeat(1, len(x), 1) for table in tables)
-        chosen: RaggedSelection = ours(*rows, placed, None, None, past_key_values=cache)
+        chosen: RaggedSelection = ours(*rows, placed, None, None, **{CACHE_NAME: cache})
         for number, own in enumerate(chosen.seen):
             every = torch.ones(count, stop, dtype=torch.bool).tril(start)
             found[number, part, :stop] = every if own is None else own

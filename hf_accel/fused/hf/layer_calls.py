@@ -17,6 +17,7 @@ from transformers.utils import output_capturing
 from ...attention.expansion import KnownExpansion
 from ...attention.hf.mask import window_of
 from ...attention.hf.stock import ATTENTION_NAME
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import FLOATS
@@ -95,7 +96,7 @@ class LayerCalls(ABC, Generic[Layer]):
             if len(args) - 1 > len(names) or not given.keys().isdisjoint(kwargs):
                 return None
             args, kwargs = args[:1], given | kwargs
-        cache = kwargs.get(CACHES[0])
+        cache = kwargs.get(CACHE_NAME)
         if not isinstance(cache, CacheOverPages):  # which most are: two calls less
             cache = tokens_part(cache_of(kwargs))
             if not isinstance(cache, CacheOverPages):

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ...attention.hf.operator_pass import OperatorAttention
 from ...cache.hf import TokensBefore
+from ...cache.hf.cache_argument import cache_name
 from ...errors import UnsupportedError
 from ...kernels.layouts import PositionBias
 from ...models import layers_config
@@ -89,7 +90,7 @@ def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -
     layer.dtype, layer.device, layer.is_initialized = torch.float32, torch.device("cpu"), True
     cache = _LongCache() if call.counts else DynamicCache()
     cache.layers = [layer]
-    inputs: dict[str, Any] = {"input_ids": torch.ones(1, 1, dtype=torch.int64), "past_key_values": cache}
+    inputs: dict[str, Any] = {"input_ids": torch.ones(1, 1, dtype=torch.int64), cache_name(model): cache}
     if call.counts:
         inputs["attention_mask"] = torch.ones(1, length, dtype=torch.int64)
     if call.takes_positions:

@@ -25,6 +25,7 @@ from ...attention.hf.operator_pass import OperatorAttention
 from ...attention.hf.stock import ATTENTION_NAME, refused_attention, set_implementation, stock_implementation
 from ...cache.group import PageGroup
 from ...cache.hf import RaggedCache, RaggedEncoderDecoderCache, TokensBefore, model_kinds
+from ...cache.hf.cache_argument import cache_name
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
 from ...config import PatchConfig
@@ -310,8 +311,8 @@ def _padded(model: Any, padding: Tensor, ids: Tensor, call: OperatorCall) -> Ten
         output = model(
             input_ids=shown[:, start:end],
             attention_mask=mask[:, :end],
-            past_key_values=cache,
             use_cache=True,
+            **{cache_name(model): cache},
             **inputs,
         )
         results.append(output.logits)
@@ -340,7 +341,7 @@ def _in_passes(model: Any, known: OperatorModel, ids: Tensor, *, first: int = 0)
         positions = torch.arange(first + start, first + start + count).repeat(len(ids))
         inputs = known.inputs(cache, ids[:, start : start + count].flatten(), positions)
         with RunningPass(cache).running():
-            logits = model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits
+            logits = model(**inputs, **{cache_name(model): cache}, use_cache=True, return_dict=True).logits
         results.append(logits.view(len(ids), count, -1))
         start += count
     return torch.cat(results, dim=1)

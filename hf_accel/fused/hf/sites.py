@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ...attention import AttentionSpec
 from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.latents import is_known_expansion
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...kernels.cpu.library import FLOATS
 from ...linear.experts import holds_experts, is_mixture
@@ -282,13 +283,12 @@ def layer_sites(
         layers.append(name)
         try:
             size = _rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
-            device = torch.device(device_type)
-            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=device)
+            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=torch.device(device_type))
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = bool(inner) and inner[0] in tried
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
-            form = usual_pass(type(module), has_encoder=has_encoder)
+            form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder)
             trace.decoder_layer(module, _width(module), replace(form, one_table=rotates_by_complex(module)))
             if inner:
                 attention_of(trace, _spec_of(trace, attention))

@@ -22,6 +22,7 @@ from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.forward import register
 from ...attention.hf.stock import set_implementation, stock_implementation
 from ...cache.hf import RaggedCache, model_kinds, page_groups
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.kinds import SourceKind, SourceRows
 from ...cache.pages import Pages
 from ...cache.pass_rows import Parts, rows_of_passes
@@ -40,7 +41,7 @@ from ..site import FusedSite, SiteKind
 
 SOURCE_LAYER = SiteKind("source layers", "cross-attention layers", "over pages")
 # What is read of their attention: it takes its keys from the cache where it is given no images.
-KEYS_OF_CACHE = tuple(f"past_key_values.layers[self.layer_idx].{name}" for name in ("keys", "values"))
+KEYS_OF_CACHE = tuple(f"{CACHE_NAME}.layers[self.layer_idx].{name}" for name in ("keys", "values"))
 CLOSE = Tolerance(of_largest=1e-4)
 LENGTHS = (5, 3, None)  # the rows of the sources of a trial; None for a sequence without any
 PASSES = (((0, 2), (2, 2)), ((0, 1), (1, 1), (2, 1)), ((0, 1), (1, 2), (2, 1)), ((2, 1),))  # (sequence, tokens)
@@ -105,7 +106,7 @@ def _argument_of(forward: Any) -> str | None:
     if tree is None:
         return None
     code = ast.unparse(tree)
-    uses = [code.count(each) for each in ("past_key_values.layers", *KEYS_OF_CACHE)]
+    uses = [code.count(each) for each in (f"{CACHE_NAME}.layers", *KEYS_OF_CACHE)]
     if uses != [len(KEYS_OF_CACHE), 1, 1]:
         return None
     for node in ast.walk(tree):
@@ -178,8 +179,8 @@ class _SourceTrial:
                 given = {self.argument: source[None]} if source is not None and not place else {}
                 ids = self.ids[number][None, place : place + 1]
                 output = small(
-                    input_ids=ids, position_ids=torch.tensor([[place]]), past_key_values=cache, use_cache=True,
-                    return_dict=True, **given,
+                    input_ids=ids, position_ids=torch.tensor([[place]]), use_cache=True, return_dict=True,
+                    **{CACHE_NAME: cache}, **given,
                 )  # fmt: skip
                 outputs.append(output.last_hidden_state[0])
         return torch.cat(outputs).split(1)
@@ -203,8 +204,8 @@ class _SourceTrial:
             cache.step, cache.positions = step, torch.tensor([place for _, span in parts for place in span])
             assert cache.once is not None
             output = small(
-                input_ids=ids[None], position_ids=cache.positions[None], past_key_values=cache, use_cache=True,
-                return_dict=True, **cache.once.arguments,
+                input_ids=ids[None], position_ids=cache.positions[None], use_cache=True, return_dict=True,
+                **{CACHE_NAME: cache}, **cache.once.arguments,
             )  # fmt: skip
             cache.check_read()
             states: Tensor = output.last_hidden_state[0]

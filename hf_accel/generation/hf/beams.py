@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import stopping_criteria
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from ...cache.hf.cache_argument import CACHE_NAME
 from ..beam_search import BeamSearch, BeamSettings
 from ..sequence import Sequence
 from .beam_scores import process_of
@@ -17,6 +18,8 @@ from .generation_state import LoopCall
 from .joint_rows import has_room
 from .processing import BY_ROW, is_stock, processors_refusal
 
+# Transformers puts continuations that it has drawn in the order of their scores, from 5.24 on.
+SORTS_DRAWN = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
 # These decide for each beam alone, so that a prompt may end before others do.
 BY_BEAM = (
     stopping_criteria.EosTokenCriteria,
@@ -52,6 +55,7 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
         samples=config.do_sample,
+        sorts_drawn=SORTS_DRAWN,
         stop_ids=torch.cat(stop_ids).to(device) if stop_ids else torch.empty(0, dtype=torch.int64, device=device),
         process=process,
         process_keeps=process is call.processors,
@@ -80,7 +84,7 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     fields: dict[str, Any] = {
         "sequences": ids,
         "beam_indices": _padded([found.beams for found in chosen], -1).to(torch.int32).to(ids.device),
-        "past_key_values": None if call.attends_to_sources else call.cache,
+        CACHE_NAME: None if call.attends_to_sources else call.cache,
     }
     if config.output_scores:
         fields["sequences_scores"] = torch.tensor([found.score for found in chosen], device=ids.device)

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import ModelOutput
 
 from ...attention.hf.stock import EAGER, name_before_patch
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...errors import NotRaggedError
 from ...models import is_within, layers_config, learnt_prompt
 from ...recognition.trial import unwatched_twin
@@ -72,7 +73,7 @@ class UpToDecoder:
 
         ids: [B, T]. inputs: what generate() has prepared besides them.
         """
-        given = {**inputs, "past_key_values": DynamicCache(config=self.config), "use_cache": True}
+        given = {**inputs, CACHE_NAME: DynamicCache(config=self.config), "use_cache": True}
         prepared = self.model.prepare_inputs_for_generation(
             ids, next_sequence_length=None, is_first_iteration=True, **given
         )
@@ -88,9 +89,9 @@ class UpToDecoder:
             if isinstance(layer, DynamicLayer):
                 column = torch.zeros(len(ids), 1, num_cached, 1, device=ids.device)
                 cache.update(column, column, index)
-        given = {**inputs, "past_key_values": cache, "use_cache": True}
+        given = {**inputs, CACHE_NAME: cache, "use_cache": True}
         given = self.model._update_model_kwargs_for_generation(
-            ModelOutput(past_key_values=cache), given, is_encoder_decoder=False
+            ModelOutput(**{CACHE_NAME: cache}), given, is_encoder_decoder=False
         )
         return self(**self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given))
 

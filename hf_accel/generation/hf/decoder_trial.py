@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ...attention.hf.mask import numbers_of
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...errors import LostRankError, NotRaggedError
 from ...models import layer_lists, layers_config
 from ...recognition.call_form import parameter_names
@@ -38,7 +39,7 @@ OF_CODE = (
     RuntimeError,
 )
 # Arguments of layers that are known to be right in a ragged pass.
-KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "past_key_values", "use_cache"})
+KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", CACHE_NAME, "use_cache"})
 
 
 def refuse_mixed_tokens(decoder: nn.Module, given: MarkedInputs, planes: int | None, like: Tensor) -> None:
@@ -97,8 +98,10 @@ def counted_positions(decoder: nn.Module, given: Mapping[str, Any], shape: tuple
     They are their columns behind those of its cache; or such columns without those of padding, which begin behind the
     number of the token that pads, as fairseq counted. given: the arguments of its call. shape: (B, T).
     """
-    cache = given.get("past_key_values")
-    before = 0 if cache is None else int(cache.get_seq_length())
+    cache = given.get(CACHE_NAME)
+    cache = getattr(cache, "self_attention_cache", cache)
+    # A cache of states alone does not say how many tokens it has read.
+    before = 0 if cache is None or all(cache.is_linear) else int(cache.get_seq_length())
     trial = _DecoderTrial(decoder, None)
     columns = torch.arange(before, before + shape[1]).repeat(shape[0], 1)
     if trial.places_as(given, columns):
@@ -278,7 +281,7 @@ class _DecoderTrial:
     def entered(self, given: Mapping[str, Any]) -> list[Tensor]:
         """Return what each layer is given in a call of the decoder, of states, places and masks, and the result."""
         self.seen, self.places, self.masks = [], [], []
-        result = self._run(**{**given, "past_key_values": None, "use_cache": False, "return_dict": True})
+        result = self._run(**{**given, CACHE_NAME: None, "use_cache": False, "return_dict": True})
         return [*self.seen, *self.places, *self.masks, result.last_hidden_state]
 
     def __call__(self, embedded: Tensor, more: dict[str, Any]) -> list[Tensor]:
@@ -289,6 +292,6 @@ class _DecoderTrial:
             positions = positions.expand(self.planes, 1, -1)
         result = self._run(
             inputs_embeds=embedded[None], position_ids=positions, use_cache=True, return_dict=True,
-            past_key_values=DynamicCache(config=self.config), **more,
+            **{CACHE_NAME: DynamicCache(config=self.config)}, **more,
         )  # fmt: skip
         return [*(states[0] for states in self.seen), result.last_hidden_state[0]]

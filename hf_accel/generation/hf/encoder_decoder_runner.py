@@ -59,9 +59,9 @@ class EncoderDecoderRunner(ModelRunner):
                 decoder_input_ids=ids,
                 decoder_attention_mask=torch.ones_like(ids if self.operators is None else ids[:, :1]),
                 encoder_outputs=rows_as_output(self._stands_in if sources is None else sources),
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{self._cache_name: self.cache},
                 **({POSITIONS: inputs.positions[None]} if self.takes_positions else {}),
             )
         self.cache.check_read()

@@ -83,7 +83,7 @@ def give_stock_cache(call: LoopCall) -> None:
         # A class with a method of its own, as T5Gemma, keeps windows away from the keys of the encoder's output.
         is_own = kind._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
         of_source = DynamicCache() if is_own else DynamicCache(config=config)
-        call.inputs["past_key_values"] = EncoderDecoderCache(DynamicCache(config=config), of_source)
+        call.inputs[call.state.cache_name] = EncoderDecoderCache(DynamicCache(config=config), of_source)
     elif call.num_learnt or call.attends_to_sources or call.inputs.get(SOURCE_STATES) is not None:
         call.inputs[call.state.cache_name] = DynamicCache(config=config)
 

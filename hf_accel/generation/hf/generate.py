@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.step import TokenRange
 from ...errors import UnsupportedError
 from ...undo.state import state_of
@@ -68,7 +69,7 @@ def run(call: LoopCall) -> tuple[Any, dict[str, Any]]:
         # Pages with the keys of sources are gone: transformers takes no cache as one that is empty.
         kind: Any = GenerateEncoderDecoderOutput if call.has_encoder else GenerateDecoderOnlyOutput
         cache = None if call.attends_to_sources else call.cache
-        result = kind(sequences=result, past_key_values=cache, **kept_of_passes(rows))
+        result = kind(sequences=result, **{CACHE_NAME: cache}, **kept_of_passes(rows))
         if call.speculative is not None:
             result.spec_stats = statistics
     return result, {**statistics, **graphs}

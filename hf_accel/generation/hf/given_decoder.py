@@ -16,6 +16,7 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...cache.hf import PagedCache
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...errors import UnsupportedError
 from ...undo.state import state_of
 from .generation_state import GenerationState, LoopCall
@@ -137,7 +138,7 @@ def served_by(model: Any, state: GenerationState, cache: object) -> Any:
     if isinstance(cache, PagedCache):
         raise UnsupportedError(
             f"a PagedCache that is passed along cannot hold what {type(model).__name__} attends to besides tokens; "
-            "leave past_key_values= out, and generate() makes pages for it"
+            f"leave {CACHE_NAME}= out, and generate() makes pages for it"
         )
     return state.given
 

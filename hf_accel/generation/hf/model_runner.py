@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from ...attention.hf import ATTENTION_NAME
 from ...cache.group import PageGroup
 from ...cache.hf import CacheOverPages, PagedCache, RaggedCache, TokensBefore, keeps_states_alone, model_kinds
+from ...cache.hf.cache_argument import CACHE_NAME, cache_given, cache_name
 from ...cache.step import PassInputs, Step
 from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
-from ...models import cache_name, layers_config, model_of, modules_of, positions_depend_on_length
+from ...models import layers_config, model_of, modules_of, positions_depend_on_length
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -46,7 +47,7 @@ def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     if args:
         kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
-    cache, ids = kwargs.get(state_of(model).generation.cache_name), kwargs.get("input_ids")
+    cache, ids = cache_given(kwargs), kwargs.get("input_ids")
     _check_context(model, cache, kwargs)
     source = kwargs.get("inputs_embeds") if ids is None else ids
     if source is not None and 0 in source.shape[:2]:
@@ -94,7 +95,7 @@ def _check_context(model: nn.Module, cache: object, inputs: dict[str, Any]) -> N
     if not layers or any(layer.group.context is not context for layer in layers):
         raise UnsupportedError(
             "ranks share out the context of this model, and the cache that it was given is whole; leave "
-            "past_key_values= out, or give the one that generate() has returned"
+            f"{CACHE_NAME}= out, or give the one that generate() has returned"
         )
     source = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
     context.check_same(source, inputs.get("position_ids"), inputs.get("attention_mask"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...attention.hf.stock import stock_implementation
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...errors import UnsupportedError
 from ...models import layers_config
 from ...recognition.trial import unwatched_twin
@@ -181,7 +182,7 @@ class BlockReader:
             context_hidden_states=states[None],
             position_ids=torch.arange(start, start + count + self.size, device=device)[None],
             attention_mask=None,
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
         )
         logits: Tensor = self.target.get_output_embeddings()(output.last_hidden_state[0, 1:])
         return logits.argmax(-1).tolist()

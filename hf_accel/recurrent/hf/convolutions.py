@@ -6,16 +6,18 @@ drafts, copies and preemption need nothing of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...errors import NotRaggedError
 from ...fused.kept_states import Recorded
 from ...fused.site import FusedSite, SiteKind
+from ...recognition.call_form import parameter_names
 from ...recognition.operation import UntraceableError
 from ...recognition.stand_ins import StandIn
 from ...recognition.trial import RandomNumbers, Tolerance, agree, unwatched_twin
@@ -38,21 +40,19 @@ class PagedConvolution(Mixin):
 
     asks_itself = True
 
-    def forward(
-        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
-        if not isinstance(past_key_values, CacheOverPages):
-            stock: Tensor = super().forward(  # type: ignore[misc]
-                hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
-            )
+        cache, others = pages_given(self, args, kwargs)
+        if cache is None:
+            stock: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return stock
         own: Any = self
-        require_pages(own, convolution_refusal(own), kwargs)
+        attention_mask = others.pop("attention_mask", None)
+        require_pages(own, convolution_refusal(own), others)
         if attention_mask is not None:  # [B, Q], as transformers makes it for these layers
             hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
         before, after, x = own.in_proj(hidden_states).chunk(3, dim=-1)
-        inputs = past_key_values.layers[own.layer_idx].keep_inputs(before * x)
+        inputs = cache.layers[own.layer_idx].keep_inputs(before * x)
         result: Tensor = own.out_proj(after * convolve(inputs, own.conv))
         return result
 
@@ -64,7 +64,7 @@ class GatedConvolution(Recorded):
         return convolution_refusal(module)
 
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
-        x = input_of(trace, args, given, cache="past_key_values", others=OTHER_ARGUMENTS)
+        x = input_of(trace, args, given, cache=CACHE_NAME, others=OTHER_ARGUMENTS)
         if convolution_refusal(module) is not None:
             raise UntraceableError("its convolution was changed")
         note_kept(trace, module)
@@ -84,6 +84,20 @@ def convolve(inputs: Tensor, conv: nn.Conv1d) -> Tensor:
     for place in range(1, len(weight)):
         total += inputs[..., place].float() * weight[place]
     return (total if conv.bias is None else total + conv.bias.float()).to(inputs.dtype)
+
+
+def pages_given(
+    module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[CacheOverPages | None, dict[str, Any]]:
+    """Return the pages among the arguments of a module behind its hidden states, and its other arguments by name.
+
+    None, and no arguments, if it is given no pages.
+    """
+    cache = next((each for each in (*kwargs.values(), *args) if isinstance(each, CacheOverPages)), None)
+    if cache is None:
+        return None, {}
+    named = dict(zip(parameter_names(original_class(module).forward)[1:], args, strict=False)) | dict(kwargs)
+    return cache, {name: value for name, value in named.items() if value is not cache}
 
 
 def require_pages(module: Any, refusal: str | None, given: dict[str, Any]) -> None:
@@ -146,7 +160,7 @@ def _agrees(module: nn.Module) -> bool:
     x = numbers(2, 7, width)
     return agree(
         lambda: original_class(module).forward(theirs, x),
-        lambda: ours(x, past_key_values=_OneCall(length)),
+        lambda: ours(x, **{CACHE_NAME: _OneCall(length)}),
         Tolerance(roundings=32, absolute=1e-5),
     )
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages, RecurrentPass
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import head_products, short_conv, state_scan
 from ...kernels.cpu.library import FLOATS
@@ -43,7 +44,7 @@ class PagedUnit(Mixin):
         self, input_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """[B, Q, H] -> [B, Q, H]. Raises what PagedRecurrence raises, and UnsupportedError for padding."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE_NAME)
         if isinstance(cache, CacheOverPages):
             given = {name: value for name, value in kwargs.items() if value is not cache}
             return over_pages(self, input_states, cache, {"position_ids": position_ids, **given}), None

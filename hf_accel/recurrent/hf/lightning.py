@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...cache.hf import CacheOverPages, RecurrentPass
+from ...cache.hf import RecurrentPass
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import state_scan
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_linear
 from ...undo.journal import Mixin, original_class
 from ..gated_norms import GatedNorm
+from .convolutions import pages_given
 from .state_pass import Recurrence, over_pages, passes_agree, scanned
 
 LIGHTNING_PARTS = {"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"}
@@ -31,20 +33,13 @@ class PagedLightning(Mixin):
 
     asks_itself = True
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """[B, Q, H] -> [B, Q, H], and no state where that stays in pages. Raises what PagedRecurrence raises."""
-        if isinstance(past_key_values, CacheOverPages):
-            return over_pages(self, hidden_states, past_key_values, kwargs), None
-        stock: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[misc]
-            hidden_states, position_embeddings, attention_mask, past_key_values=past_key_values, **kwargs
-        )
+        cache, others = pages_given(self, args, kwargs)
+        if cache is not None:
+            others.pop("attention_mask", None)
+            return over_pages(self, hidden_states, cache, others), None
+        stock: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         return stock
 
 
@@ -129,7 +124,5 @@ def _agrees(module: Any, norm: GatedNorm) -> bool:
 
 def _as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] by the module's own code: a prompt in blocks, and the others one by one."""
-    cache, forward = _Kept(), original_class(module).forward
-    return torch.cat(
-        [forward(module, part, None, None, past_key_values=cache)[0] for part in x.split([num_prompt, 4], dim=1)], 1
-    )
+    given, forward = {CACHE_NAME: _Kept()}, original_class(module).forward
+    return torch.cat([forward(module, part, None, None, **given)[0] for part in x.split([num_prompt, 4], dim=1)], 1)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...cache.hf import CacheOverPages, RecurrentPass
+from ...cache.hf.cache_argument import STATES_NAME
 from ...cache.kinds.state_sizes import StateSizes
 from ...errors import NotRaggedError
 from ...fused.site import FusedSite, SiteKind
@@ -37,7 +38,7 @@ MEMORY_PARTS = {*CAPPED_GATES, *WIDE, "ogate_act_fn", "mlstm_backend", "multihea
 LARGEST_GATE = 40.0  # of a cap: exponentials of more might overflow in sums
 LEAST_STEP = 1e-12
 IN_BLOCK = re.compile(r"blocks\.(\d+)\.")  # the layer in the name of a module
-CACHE, STATES = "cache_params", "rnn_state"
+STATES = "rnn_state"
 OF_CACHE = {STATES, "rnn_state_initial", "seqlen_offset"}  # what a decoder's code uses of a cache of its own class
 MEMORIES = SiteKind(
     "own states", "decoders", "pages in place of their own states", "its code uses nothing else of them"
@@ -73,16 +74,17 @@ class OwnStates:
 class TakesStates(Mixin):
     """A mixin for a decoder that hands the states of a cache of its own class to its layers."""
 
-    def forward(self, *args: Any, cache_params: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the decoder returns. Raises NotRaggedError for more tokens than it computes at once."""
-        if not isinstance(cache_params, CacheOverPages):
-            return super().forward(*args, cache_params=cache_params, **kwargs)  # type: ignore[misc]
+        cache = kwargs.get(STATES_NAME)
+        if not isinstance(cache, CacheOverPages):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         most = self.config.max_inference_chunksize  # type: ignore[attr-defined]
         if given.shape[1] > most:
             raise NotRaggedError(f"{type(self).__name__} computes {most} tokens at once, and is given more")
-        found = super().forward(*args, cache_params=OwnStates(cache_params), **kwargs)  # type: ignore[misc]
-        found[CACHE] = cache_params
+        found = super().forward(*args, **kwargs | {STATES_NAME: OwnStates(cache)})  # type: ignore[misc]
+        found[STATES_NAME] = cache
         return found
 
 
@@ -99,7 +101,7 @@ def hands_states_on(module: nn.Module) -> bool:
     nodes = ast.walk(tree) if tree is not None else ()
     used = {
         node.attr for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == CACHE
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == STATES_NAME
     }  # fmt: skip
     return STATES in used and used <= OF_CACHE
 

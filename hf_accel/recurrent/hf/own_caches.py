@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from ...cache.hf import CacheOverPages
+from ...cache.hf.cache_argument import CACHE_NAME
 from ...fused.site import FusedSite, SiteKind
 from ...models import modules_by_name
 from ...recognition.source import tree_of
 from ...undo.journal import Mixin, original_class
 
 OWN_CACHE = SiteKind("own cache", "decoders", "pages in place of their own cache", "its code asks for the class alone")
-CACHE, USES = "past_key_values", "use_cache"
+USES = "use_cache"
 
 
 class TakesPages(Mixin):
@@ -25,9 +26,9 @@ class TakesPages(Mixin):
     Its layers read and write the cache that they are given, whatever `use_cache` says.
     """
 
-    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool | None = None, **kwargs: Any) -> Any:
-        use_cache = False if isinstance(past_key_values, CacheOverPages) else use_cache
-        return super().forward(*args, past_key_values=past_key_values, use_cache=use_cache, **kwargs)  # type: ignore[misc]
+    def forward(self, *args: Any, use_cache: bool | None = None, **kwargs: Any) -> Any:
+        use_cache = False if isinstance(kwargs.get(CACHE_NAME), CacheOverPages) else use_cache
+        return super().forward(*args, use_cache=use_cache, **kwargs)  # type: ignore[misc]
 
 
 def own_cache_sites(model: nn.Module) -> Iterator[FusedSite]:
@@ -45,7 +46,7 @@ def takes_one_class(forward: Any) -> bool:
         return False
     return any(
         isinstance(node, ast.If)
-        and ast.unparse(node.test).startswith(f"{USES} and (not isinstance({CACHE}, ")
+        and ast.unparse(node.test).startswith(f"{USES} and (not isinstance({CACHE_NAME}, ")
         and [type(each) for each in node.body] == [ast.Raise]
         for node in ast.walk(tree)
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...cache.hf import CacheOverPages, RaggedCache, RecurrentPass
+from ...cache.hf.cache_argument import STATES_NAME
 from ...cache.kinds.states import StateGroup
 from ...cache.pages import Pages
 from ...cache.step import TokenRange
@@ -36,7 +37,7 @@ from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
-from .convolutions import OTHER_ARGUMENTS, causal_refusal, require_pages
+from .convolutions import OTHER_ARGUMENTS, causal_refusal, pages_given, require_pages
 from .recorded_parts import input_of, note_kept, settings_of_parts, with_parts
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
@@ -47,16 +48,14 @@ class PagedRecurrence(Mixin):
 
     asks_itself = True
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
-        if not isinstance(cache_params, CacheOverPages):
-            stock: Tensor = super().forward(  # type: ignore[misc]
-                hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
-            )
+        cache, others = pages_given(self, args, kwargs)
+        if cache is None:
+            stock: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return stock
-        return over_pages(self, hidden_states, cache_params, kwargs)
+        others.pop("attention_mask", None)
+        return over_pages(self, hidden_states, cache, others)
 
 
 def over_pages(module: Any, hidden_states: Tensor, cache: CacheOverPages, given: dict[str, Any]) -> Tensor:
@@ -156,7 +155,7 @@ class Recurrence(KeptStates):
         return self._programme
 
     def recorded(self, trace: Any, module: Any, *args: Any, **given: Any) -> StandIn:
-        x = input_of(trace, args, given, cache="cache_params", others=OTHER_ARGUMENTS)
+        x = input_of(trace, args, given, cache=STATES_NAME, others=OTHER_ARGUMENTS)
         if trace.stateful is not None:
             raise UntraceableError("it keeps more than one state")
         if self.refusal(module) is not None:
@@ -305,9 +304,9 @@ def passes_agree(
 
 def as_generated(module: nn.Module, x: Tensor, num_prompt: int) -> Tensor:
     """Compute x [B, Q, H] by the module's own code over transformers' cache: a prompt, and the others one by one."""
-    cache = Cache(layers=[LinearAttentionLayer()])
+    given = {STATES_NAME: Cache(layers=[LinearAttentionLayer()])}
     parts = [x[:, :num_prompt], *x[:, num_prompt:].split(1, dim=1)]
-    return torch.cat([original_class(module).forward(module, part, cache_params=cache) for part in parts], dim=1)
+    return torch.cat([original_class(module).forward(module, part, **given) for part in parts], dim=1)
 
 
 def in_passes(module: Any, x: Tensor, counts: tuple[int, ...], *, num_prompt: int) -> Tensor:
