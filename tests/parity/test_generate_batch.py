@@ -42,6 +42,15 @@ def test_ragged_prompts(family: str, drafter: str | None) -> None:
     assert hf_accel.stats(model)["new_tokens"] == 32 * 12
 
 
+def test_a_kept_method_is_transformers_own_after_unpatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    hf_accel.patch(model, weights=None)
+    kept = model.generate_batch
+    hf_accel.unpatch(model)
+    monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs, **given: (self, inputs, given))
+    assert kept(PROMPTS, max_new_tokens=2) == (model, PROMPTS, {"max_new_tokens": 2})
+
+
 def test_a_config_for_each_prompt() -> None:
     """Lengths, ends, penalties and minimums of their own, under drafts."""
     configs = [

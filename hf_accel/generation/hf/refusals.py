@@ -114,11 +114,20 @@ class ServesPrompts:
     """A method of a patched model that serves prompts, and that a PEFT model hands on as if it were its own.
 
     The method cannot see by which of the two it is called, so this looks where it is asked for: by PEFT's
-    __getattr__, or within PEFT's generate(), which sets a method of its own on the model for that time.
+    __getattr__, or within PEFT's generate(), which sets a method of its own on the model for that time. One that
+    somebody has kept is that of the object's own class after unpatch().
     """
 
     def __init__(self, function: Any) -> None:
-        self.function = function
+        name = function.__name__
+
+        @functools.wraps(function)
+        def while_patched(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if inspect.getattr_static(type(model), name, None) is self:
+                return function(model, *args, **kwargs)
+            return getattr(type(model), name)(model, *args, **kwargs)
+
+        self.function = while_patched
 
     def __get__(self, model: Any, kind: type | None = None) -> Any:
         if model is None:
