@@ -15,7 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_accel
 from hf_accel import CacheConfig, PagedCache, UnsupportedError
 from hf_accel.attention.hf.mask import CausalMask, as_known, chunk_of
-from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.cache.kinds.chunks import chunks_of
 from hf_accel.fused.hf.counted_positions import CountedAttention
 
@@ -181,8 +180,8 @@ def test_other_code_is_not_known() -> None:
     kind = type(model.model.layers[0].self_attn)
 
     class OtherAttention(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
-            cache = kwargs[CACHE_NAME]
+        def forward(self, hidden_states: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+            cache = past_key_values if cache is None else cache
             seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             keys, values = cache.update(*kwargs.pop("made"), self.layer_idx)
             attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface("eager")
