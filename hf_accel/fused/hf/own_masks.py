@@ -19,7 +19,7 @@ from ..site import FusedSite, SiteKind
 
 MAKES = "_prepare_decoder_attention_mask"
 PARAMETERS = ("attention_mask", "input_shape", "inputs_embeds")
-LENGTHS = ("cache_length", "past_key_values_length")  # the last parameter, from transformers 5.24 on and before
+BEFORE_NAMES = ("cache_length", "past_key_values_length")  # the last parameter, from transformers 5.24 on and before
 OWN_MASKS = SiteKind("own mask", "decoders that make causal masks by themselves", "with their meaning")
 LOWEST = torch.finfo(torch.float16).min
 TRIED = ((3, 0), (3, 5), (4096, 0))  # tokens, and those before them: a window shows in many
@@ -54,7 +54,7 @@ def own_masks(model: nn.Module) -> Iterator[FusedSite]:
 
 
 def _is_known(names: Sequence[str]) -> bool:
-    return tuple(names[:-1]) == PARAMETERS and names[-1] in LENGTHS
+    return tuple(names[:-1]) == PARAMETERS and names[-1] in BEFORE_NAMES
 
 
 @torch.no_grad()
