@@ -236,7 +236,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},
     "VoxtralConfig": {"audio_token_id": 120},
     "VoxtralEncoderConfig": {"intermediate_size": 256},  # four frames at once
-    "WavTokenizerEncoderConfig": {"codebook_dim": 64, "codebook_size": 4, "num_filters": 4, "upsampling_ratios": (2, 2)},
+    "WavTokenizerEncoderConfig": {
+        "codebook_dim": 64,
+        "codebook_size": 4,
+        "num_filters": 4,
+        "upsampling_ratios": (2, 2),
+    },
     "XmodConfig": {"default_language": "en_XX"},
     "xLSTMConfig": {"qk_dim_factor": 1.0},
     "ZambaConfig": {

@@ -369,9 +369,9 @@ def test_other_code_is_not_known() -> None:
             return weights @ value, weights
 
     assert isinstance(operator_model(model), OperatorModel)
-    model.transformer.h[0].attn.attention.__class__ = LongerAttention  # all that it does is known, and depends on columns
+    model.transformer.h[0].attn.attention.__class__ = LongerAttention  # known, and depends on columns
     assert isinstance(operator_model(model), str)
-    model.transformer.h[0].attn.attention.__class__ = OtherAttention  # it computes something else with what is known
+    model.transformer.h[0].attn.attention.__class__ = OtherAttention  # something else by what is known
     assert isinstance(operator_model(model), OperatorModel)
     model.transformer.h[1].attn.attention.__class__ = SharperAttention
     assert isinstance(operator_model(model), str)
