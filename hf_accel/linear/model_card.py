@@ -1,6 +1,6 @@
 """The model card of a checkpoint that transformers can read only after `import hf_accel`.
 
-transformers 5.17 to 5.23 has no entry point for quantization methods: it knows its own ones, and those that were
+transformers 5.17 to 5.24 has no entry point for quantization methods: it knows its own ones, and those that were
 registered in the process. Code in the checkpoint itself could register ours, but a user would have to trust it with
 trust_remote_code=True.
 """

@@ -28,6 +28,7 @@ from ..recognition.generation_code import only_passes_on
 from ..recognition.source import own_code
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
+from .survey import input_embedding
 from .tried_passes import (
     LENGTHS,
     PASSES,
@@ -241,8 +242,8 @@ def _sees_whole_prompts(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def _sees_later(model: PreTrainedModel) -> bool:
     ids, logits = torch.arange(7, 7 + sum(LENGTHS))[None], []
-    table = getattr(model.get_input_embeddings(), "weight", None)
-    if table is None:  # one for each of several channels
+    table = getattr(input_embedding(model), "weight", None)
+    if table is None:  # one for each of several channels, or none in a model of sounds
         return False
     for token in (padding_token(model), len(table) - 1):  # code may embed tokens of its own
         try:

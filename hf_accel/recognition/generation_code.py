@@ -18,6 +18,12 @@ from .source import own_code, source_of, tree_of
 HARMLESS_NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
 # All inputs that it may set: how many logits, and no mask behind the first pass.
 HARMLESS_INPUTS = frozenset({"logits_to_keep", "attention_mask"})
+# All that a method does which also hands on the states of an RWKV model: a pass over pages has them there.
+HANDS_ON_STATES = """\
+(self, outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
+if 'state' in outputs:
+    model_kwargs['state'] = outputs.state
+return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)"""
 COUNTERS = ("arange", "cumsum", "linspace")
 
 
@@ -31,6 +37,8 @@ def only_passes_on(kind: type, method: str) -> bool:
     function = own_code(vars(owners[0])[method])
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
+    if _lines_of(function) == HANDS_ON_STATES:
+        return True
     code = function.__code__
     return (
         set(code.co_names) <= HARMLESS_NAMES
@@ -38,6 +46,13 @@ def only_passes_on(kind: type, method: str) -> bool:
         and code.co_freevars == ("__class__",)
         and all(_is_harmless(value, code.co_varnames) for value in code.co_consts)
     )
+
+
+def _lines_of(function: Any) -> str | None:
+    """Return the names of the parameters and the statements of a function, without differences of form."""
+    tree = tree_of(function)
+    names = ", ".join(function.__code__.co_varnames[: function.__code__.co_argcount])
+    return None if tree is None else "\n".join([f"({names})", *map(ast.unparse, tree.body)])
 
 
 def _is_harmless(constant: Any, arguments: tuple[str, ...]) -> bool:

@@ -43,6 +43,9 @@ BUCKETS = {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key":
 # By the name of the config's class.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AlbertConfig": {"embedding_size": 32},
+    "Apertus1p5Config": {"image_token_offset": 122, "audio_token_offset": 126},
+    "Apertus1p5VisionTokenizerConfig": {"codebook_size": 4, "base_channels": 32, "embed_dim": 32}
+    | {"latent_channels": 32, "channel_multiplier": (1, 1), "resolution": 32},
     "AriaConfig": {"projector_patch_to_query_dict": {16: 4}},
     "BambaConfig": {"attn_layer_indices": [1]},
     "Blip2Config": {"image_token_index": 120},
@@ -76,6 +79,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "Dots3NoteAudioConfig": {"adapter_input_size": 64},
     "Dots3NoteVisionConfig": {"adapter_in_dim": 64},
+    "DoryConfig": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "Emu3Config": {"vocabulary_map": VISUAL_WORDS},
     "Emu3VQVAEConfig": {"codebook_size": 4, "hidden_size": 128},
     "Ernie4_5_VLMoeTextConfig": {
@@ -116,6 +126,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 0, 1, 1],
     },
     "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "HYV4VLTextConfig": {"rope_parameters": SECTIONS | {"mrope_section": [2, 1, 1]}},
     "InstructBlipConfig": {"image_token_index": 120},
     "InstructBlipVideoConfig": {"video_token_index": 120},
     "Inkling2VisionConfig": {"position_embedding_size": 64},
@@ -225,6 +236,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "VipLlavaConfig": {"vision_feature_layers": [-1, -2], "vision_feature_layer": [-1, -2]},
     "VoxtralConfig": {"audio_token_id": 120},
     "VoxtralEncoderConfig": {"intermediate_size": 256},  # four frames at once
+    "WavTokenizerEncoderConfig": {
+        "codebook_dim": 64,
+        "codebook_size": 4,
+        "num_filters": 4,
+        "upsampling_ratios": (2, 2),
+    },
     "XmodConfig": {"default_language": "en_XX"},
     "xLSTMConfig": {"qk_dim_factor": 1.0},
     "ZambaConfig": {

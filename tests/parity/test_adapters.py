@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 
 from .families import build, inputs, prompts
 
@@ -123,7 +125,10 @@ def test_an_adapter_learns_as_over_stock(weights: str | None) -> None:
         assert (got[name] - gradient).norm() <= (1e-4 if weights is None else 0.2) * gradient.norm() + 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning")
+@pytest.mark.filterwarnings(
+    "ignore:Position ids are not supported for parameter efficient tuning",
+    "ignore:Both `past_key_values` and `cache` are set:FutureWarning",  # peft may know the older name alone
+)
 @pytest.mark.parametrize("kind", ["prefix", "prompt", "ia3", "dora"])
 def test_other_kinds_of_adapters(kind: str) -> None:
     """Prompt learning hands generate() a cache or embeddings of its own."""
@@ -156,6 +161,9 @@ LEARNT: dict[str, Any] = {
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 PASSED_ON = "ignore:Position ids are not supported for parameter efficient tuning"
+BOTH = "ignore:Both `past_key_values` and `cache` are set:FutureWarning"  # a peft that knows the older name alone
+# Such a peft finds no cache behind a prompt, and embeds again what its adapter has learnt, with and without hf_accel.
+FINDS_CACHE = f'"{CACHE_NAME}"' in inspect.getsource(peft.PeftModelForCausalLM.prepare_inputs_for_generation)
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"repetition_penalty": 1.4},
     "beams": {"num_beams": 2, "num_return_sequences": 2},
@@ -175,7 +183,7 @@ def learnt(family: str, kind: str) -> Any:
     return outer
 
 
-@pytest.mark.filterwarnings(PASSED_ON, "ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+@pytest.mark.filterwarnings(PASSED_ON, BOTH, "ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
 @pytest.mark.parametrize(
     ("family", "kind", "layout", "reason"),
     [
@@ -191,6 +199,9 @@ def learnt(family: str, kind: str) -> Any:
 def test_prompts_behind_what_an_adapter_has_learnt(family: str, kind: str, layout: str, reason: str) -> None:
     expected, model = learnt(family, kind), learnt(family, kind)
     hf_accel.patch(model, weights=None)
+    if reason == "ragged" and not FINDS_CACHE:
+        name = type(expected.get_base_model()).__name__
+        reason = f"stock: {name} embeds the tokens behind a prompt in a way of its own"
     for way in WAYS.values():
         found = []
         for each in (expected, model):
@@ -213,7 +224,8 @@ def test_a_cache_is_kept_with_what_the_adapter_has_learnt() -> None:
     expected = model.generate(**inputs("left"), **settings).past_key_values
     hf_accel.patch(model, weights=None)
     kept = model.generate(**inputs("left"), **settings).past_key_values
-    assert kept.get_seq_length() == expected.get_seq_length() == 3 + 13 + 5
+    assert kept.get_seq_length() == expected.get_seq_length()
+    assert kept.get_seq_length() == 3 + 13 + 5 or not FINDS_CACHE
 
 
 SERVES: dict[str, Any] = {

@@ -180,9 +180,10 @@ def test_other_code_is_not_known() -> None:
     kind = type(model.model.layers[0].self_attn)
 
     class OtherAttention(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-            seen = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
-            keys, values = past_key_values.update(*kwargs.pop("made"), self.layer_idx)
+        def forward(self, hidden_states: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+            cache = past_key_values if cache is None else cache
+            seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
+            keys, values = cache.update(*kwargs.pop("made"), self.layer_idx)
             attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface("eager")
             return attend(self, hidden_states * seen, keys, values, None)
 

@@ -21,6 +21,7 @@ from hf_accel.attention import AttentionSpec
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.attention.hf.bias import STEP
 from hf_accel.cache.hf import RaggedEncoderDecoderCache, TokensBefore
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.errors import OutOfBlocksError
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.operator_models import decoder_operators, with_tried
@@ -275,7 +276,7 @@ def test_operators_that_compute_something_else_stay_stock(part: str, layer: int)
     class Sharper(type(attention)):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             out, weights = super().forward(hidden_states, *args, **kwargs)
-            return out * (kwargs["past_key_values"].get_seq_length() + 1), weights
+            return out * (kwargs[CACHE_NAME].get_seq_length() + 1), weights
 
     attention.__class__ = Sharper
     expected = model.generate(pixels, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -373,8 +374,8 @@ def test_a_dict_holds_what_stocks_does_but_the_cache(kind: str, beams: int) -> N
     assert hf_accel.stats(model)["loop"] == "ragged"
     assert type(actual) is type(expected)
     if kind == "Bart":  # Whisper's own generate() takes the cache apart
-        assert {*actual} == {*expected} - {"past_key_values"}
-    for name in {*actual} - {"past_key_values"}:
+        assert {*actual} == {*expected} - {CACHE_NAME}
+    for name in {*actual} - {CACHE_NAME}:
         torch.testing.assert_close(actual[name], expected[name], atol=2e-4, rtol=1e-4)
 
 
@@ -470,13 +471,12 @@ class OddLayer(BartDecoderLayer):
     """It computes something else after the first pass."""
 
     def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, attention_mask: Any = None, encoder_hidden_states: Any = None,
-        past_key_values: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        if past_key_values is not None and past_key_values.is_updated.get(self.self_attn.layer_idx):
+        self, hidden_states: Tensor, attention_mask: Any = None, encoder_hidden_states: Any = None, **kwargs: Any
+    ) -> Any:
+        cache = kwargs.get(CACHE_NAME)
+        if cache is not None and cache.is_updated.get(self.self_attn.layer_idx):
             hidden_states = hidden_states + hidden_states
-        given = {"past_key_values": past_key_values, **kwargs}
-        return BartDecoderLayer.forward(self, hidden_states, attention_mask, encoder_hidden_states, **given)
+        return BartDecoderLayer.forward(self, hidden_states, attention_mask, encoder_hidden_states, **kwargs)
 
 
 def test_the_trace_of_a_layer_is_that_of_later_passes_too() -> None:

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import hf_accel
 from hf_accel.attention.hf.forward import attention_forward
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 
 from .families import PADDING, build, inputs, prompts
 
@@ -390,8 +391,8 @@ def test_a_model_that_does_not_hand_on_its_cache() -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-            return self.inner(*args, **kwargs)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **(kwargs | {CACHE_NAME: None}))
 
     stock, model = build("llama"), patched()
     expected = tokens(stock, "single")

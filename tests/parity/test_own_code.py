@@ -32,6 +32,7 @@ from transformers.models.doge.modeling_doge import DogeAttention
 
 import hf_accel
 from hf_accel import PagedCache, UnsupportedError
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.kernels.cpu import refusal
 from hf_accel.patching.sequence_survey import own_code
 
@@ -202,7 +203,7 @@ def test_code_that_looks_at_other_tokens_stays_with_transformers() -> None:
 def test_code_that_reads_more_of_its_cache_stays_with_transformers() -> None:
     class Reading(DogeAttention):
         def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-            assert kwargs["past_key_values"] is None or kwargs["past_key_values"].is_sliding
+            assert kwargs[CACHE_NAME] is None or kwargs[CACHE_NAME].is_sliding
             return super().forward(hidden_states, *args, **kwargs)
 
     model = model_of("doge")

@@ -265,6 +265,16 @@ def test_convolutions_over_single_rows_are_quantized_and_saved(tmp_path: Path) -
         hf_accel.patch(copy.deepcopy(stock), weights={"bits": 8, "skip": ["pointwise_conv3"]})
 
 
+@torch.no_grad()
+def test_a_model_that_generates_and_embeds_no_tokens() -> None:
+    torch.manual_seed(0)
+    config = transformers.ParakeetCTCConfig(vocab_size=20, pad_token_id=19, encoder_config=PARAKEET)
+    stock, given = transformers.ParakeetForCTC(config).eval(), batch("Parakeet", [11])
+    ours = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    torch.testing.assert_close(ours(**given).logits, stock(**given).logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours.generate(**given), stock.generate(**given))
+
+
 def test_the_plan_says_so() -> None:
     text = str(hf_accel.plan(build("Parakeet"), weights="int8"))
     assert "2 encoder layers    one native call each" in text

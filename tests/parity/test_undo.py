@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_accel
 from hf_accel import patch as patch_module  # the function, for its module's names
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.linear import QuantLinear
 
 from .families import FAMILIES, build, inputs
@@ -117,7 +118,7 @@ def test_exception_inside_generate_lets_go_of_the_cache() -> None:
     caches: list[Any] = []
 
     def stop(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        caches.append(weakref.ref(kwargs["past_key_values"]))
+        caches.append(weakref.ref(kwargs[CACHE_NAME]))
         if len(caches) == 3:
             raise Broken
 

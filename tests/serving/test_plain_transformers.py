@@ -45,14 +45,15 @@ def test_a_checkpoint_of_ours(tmp_path: Path, continuous: bool) -> None:
     )
     try:
         until(lambda: server.server.started)
-        served, _ = server._model_manager.load_model_and_processor(f"{tmp_path}@main")
+        name = server._model_manager.process_model_name(str(tmp_path))
+        served, _ = server._model_manager.load_model_and_processor(name)
         assert hf_accel.is_patched(served) and served.model.layers[0].mlp.up_proj.layout.bits == 4
         body = {"messages": MESSAGES, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == expected
         if continuous:
-            assert "ContinuousManager" in repr(server._generation_state.get_manager(f"{tmp_path}@main", True)._cb)
+            assert "ContinuousManager" in repr(server._generation_state.get_manager(name, True)._cb)
     finally:
         server.kill_server()
         server._thread.join(30)

@@ -4,7 +4,7 @@ masking_utils: they get a CausalMask, which tells our attention its meaning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from ...undo.journal import Mixin, original_class
 from ..site import FusedSite, SiteKind
 
 MAKES = "_prepare_decoder_attention_mask"
-PARAMETERS = ("attention_mask", "input_shape", "inputs_embeds", "past_key_values_length")
+PARAMETERS = ("attention_mask", "input_shape", "inputs_embeds")
+BEFORE_NAMES = ("cache_length", "past_key_values_length")  # the last parameter, from transformers 5.24 on and before
 OWN_MASKS = SiteKind("own mask", "decoders that make causal masks by themselves", "with their meaning")
 LOWEST = torch.finfo(torch.float16).min
 TRIED = ((3, 0), (3, 5), (4096, 0))  # tokens, and those before them: a window shows in many
@@ -28,18 +29,18 @@ class OwnMasks(Mixin):
     """A mixin for a decoder that makes causal masks by itself."""
 
     def _prepare_decoder_attention_mask(
-        self, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_key_values_length: Any
+        self, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, cache_length: Any
     ) -> Tensor | None:
         own: Any = self
-        ours = own.config._attn_implementation == ATTENTION_NAME and isinstance(past_key_values_length, int)
+        ours = own.config._attn_implementation == ATTENTION_NAME and isinstance(cache_length, int)
         if attention_mask is not None or input_shape[-1] == 1 or not ours:
             made: Tensor | None = super()._prepare_decoder_attention_mask(  # type: ignore[misc]
-                attention_mask, input_shape, inputs_embeds, past_key_values_length
+                attention_mask, input_shape, inputs_embeds, cache_length
             )
             return made
         rows, count = input_shape
         return mask_forward(
-            rows, count, past_key_values_length + count, past_key_values_length, allow_is_causal_skip=False,
+            rows, count, cache_length + count, cache_length, allow_is_causal_skip=False,
             device=inputs_embeds.device,
         )  # fmt: skip
 
@@ -48,8 +49,12 @@ def own_masks(model: nn.Module) -> Iterator[FusedSite]:
     """Find the decoders in a model that make the mask of causal attention by a method of their own."""
     for name, module in modules_by_name(model):
         method = getattr(original_class(module), MAKES, None)
-        if method is not None and parameter_names(method) == PARAMETERS and makes_triangles(module):
+        if method is not None and _is_known(parameter_names(method)) and makes_triangles(module):
             yield FusedSite(name, module, OWN_MASKS, OwnMasks, None)
+
+
+def _is_known(names: Sequence[str]) -> bool:
+    return tuple(names[:-1]) == PARAMETERS and names[-1] in BEFORE_NAMES
 
 
 @torch.no_grad()

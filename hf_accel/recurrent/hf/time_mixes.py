@@ -46,7 +46,7 @@ class PagedMixes(Mixin):
 
 
 class TimeMixes(Recurrence):
-    """A layer of RWKV. mixes_rows: see Recurrence; transformers' own code does so up to 5.23 at least."""
+    """A layer of RWKV. mixes_rows: see Recurrence; transformers' own code does so up to 5.24 at least."""
 
     mixin = PagedMixes
     computes_padding = stays_with_row = True

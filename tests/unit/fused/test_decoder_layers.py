@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.sites import KIND
 from hf_accel.kernels import cpu as kernels
@@ -413,7 +414,7 @@ def test_a_mask_that_is_none_is_another_call() -> None:
         logits_of(model)
     for mask in (object(), None):
         x, table = torch.zeros(1, 2, 64), torch.zeros(1, 2, 16)
-        kwargs = {"past_key_values": object(), "position_embeddings": (table, table), "position_ids": object()}
+        kwargs = {CACHE_NAME: object(), "position_embeddings": (table, table), "position_ids": object()}
         made.append(calls._ready(layer, x, (table, table), {"attention_mask": mask, "use_cache": True} | kwargs))
     assert [len(each._ops) for each in made] == [len(made[0]._ops), len(made[0]._ops) + 1]
 

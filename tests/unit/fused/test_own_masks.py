@@ -36,6 +36,15 @@ class Decoder(nn.Module):
         return mask if attention_mask is None else mask + (1 - attention_mask[:, None, None]) * -1e30
 
 
+class NewerName(Decoder):
+    """As transformers calls the last parameter from 5.24 on."""
+
+    def _prepare_decoder_attention_mask(  # type: ignore[override]
+        self, attention_mask: Any, input_shape: Any, inputs_embeds: Tensor, cache_length: int
+    ) -> Tensor | None:
+        return super()._prepare_decoder_attention_mask(attention_mask, input_shape, inputs_embeds, cache_length)
+
+
 class Windowed(Decoder):
     window = 40
 
@@ -46,8 +55,8 @@ class OtherMethod(Decoder):
 
 
 def test_masks_are_tried_with_many_tokens() -> None:
-    model = nn.ModuleDict({"plain": Decoder(), "windowed": Windowed(), "other": OtherMethod()})
-    assert [site.name for site in own_masks(model)] == ["plain"]
+    model = nn.ModuleDict({"plain": Decoder(), "newer": NewerName(), "windowed": Windowed(), "other": OtherMethod()})
+    assert [site.name for site in own_masks(model)] == ["plain", "newer"]
 
 
 @pytest.mark.parametrize(("count", "before"), [(4, 0), (4, 3), (1, 3)])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.recognition.code import GatedCode, attention_code, code_of, gated_code, siblings
 from tests.unit.fused.models import Attention, ClampedMLP, GatedMLP
 
@@ -273,7 +274,7 @@ def test_code_that_cannot_be_read_is_not_known() -> None:
         ("hy_v4", "HYV4Attention", None),
         ("pix2struct", "Pix2StructTextAttention", "passes position_bias="),
         ("git", "GitSelfAttention", "computes attention by itself"),
-        ("mllama", "MllamaTextCrossAttention", "uses past_key_values.layers"),
+        ("mllama", "MllamaTextCrossAttention", f"uses {CACHE_NAME}.layers"),
         ("deepseek_v3", "DeepseekV3Attention", None),
     ],
 )

@@ -45,6 +45,37 @@ def test_methods_that_pass_on_what_they_are_given(kind: type, passes: bool) -> N
     assert only_passes_on(kind, METHOD) is passes
 
 
+UPDATE = "_update_model_kwargs_for_generation"
+
+
+class HandsOnStates(GenerationMixin):
+    """As RWKV's does from transformers 5.24 on."""
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool = False, num_new_tokens: int = 1
+    ) -> dict[str, Any]:
+        # The usual name of a cache is another one.
+        if "state" in outputs:
+            model_kwargs["state"] = outputs.state
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
+
+
+class ForgetsStates(GenerationMixin):
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool = False, num_new_tokens: int = 1
+    ) -> dict[str, Any]:
+        if "state" in outputs:
+            model_kwargs["state"] = None
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"), [(HandsOnStates, True), (ForgetsStates, False), (type("Below", (HandsOnStates,), {}), True)]
+)
+def test_states_are_handed_on_as_they_are(kind: type, known: bool) -> None:
+    assert only_passes_on(kind, UPDATE) is known
+
+
 class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.arange(x.shape[-1])
