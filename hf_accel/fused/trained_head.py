@@ -166,7 +166,8 @@ class _Lookup(torch.autograd.Function):
 
 
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # by the argument alone, torch 2.11 warns of it
+        return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True)
 
 
 class _HeadProduct(torch.autograd.Function):
