@@ -25,8 +25,9 @@ def skip_older_code(
     """Skip a test about pages where patch() keeps a model of an older transformers on stock's loop.
 
     known: the reason that the plan must give, as a pattern; with another one, and with the release of
-    constraints-dev.txt, the test goes on, and fails. Before it is skipped the model must write stock's tokens, or, where stock
-    cannot generate with it, give stock's logits. given: what it is called with, if not with token ids alone.
+    constraints-dev.txt, the test goes on, and fails. Before it is skipped the model must write stock's tokens.
+    generates: whether stock can generate with the model; else it must give stock's logits. given: what it is called
+    with, if not with token ids alone.
     """
     if not IS_OLDER:
         return
