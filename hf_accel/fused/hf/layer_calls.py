@@ -45,7 +45,7 @@ class TracedForward(Mixin):
         if result is None:
             tables = kwargs.get("position_embeddings")
             if type(tables) is Tensor and tables.is_complex():  # torch rounds products by a transposed one otherwise
-                kwargs["position_embeddings"] = tables.contiguous()  # than a native call does (transformers < 5.23)
+                kwargs["position_embeddings"] = tables.contiguous()  # than a native call does (older transformers)
             with RunningPass.own_code(self):  # type: ignore[arg-type]
                 result = super().forward(*args, **kwargs)  # type: ignore[misc]
         return result
