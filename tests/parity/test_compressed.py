@@ -213,7 +213,7 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(dtype: torch.dty
 
 @torch.no_grad()
 def test_many_tokens_are_rotated_by_a_complex_table_as_few_are() -> None:
-    """So many run module by module; older transformers hands on a transposed table, by which torch rounds otherwise."""
+    """So many run module by module; by a transposed table, which older transformers makes, torch rounds otherwise."""
     if hf_accel.kernels.cpu.refusal() is not None:
         pytest.skip("torch rounds by batch size")
     model = hf_accel.patch(model_of("DeepseekV2", **WIDE, qk_rope_head_dim=16), deterministic=True)
