@@ -166,7 +166,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+    # By an argument of the call alone, torch 2.11 warns that nothing is checked.
+    with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
+        return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True)
 
 
 class _HeadProduct(torch.autograd.Function):

@@ -132,6 +132,14 @@ class Computing(Protocol):
     def close(self, *, wait: bool) -> None: ...
 
 
+def _ended(work: Callable[[], Found]) -> Found:
+    """Call work, and let it end in no StopIteration, which a future cannot hold: its request would wait for ever."""
+    try:
+        return work()
+    except StopIteration as error:  # as processors of images raise it, such as LLaVA's of transformers 5.17
+        raise ValueError("a place stands there for an image, or for another value, that was not sent") from error
+
+
 class ModelService:
     """One model that is served, whatever it answers. engine: computes what is asked.
 
@@ -194,7 +202,7 @@ class ModelService:
 
     async def in_thread(self, work: Callable[[], Found]) -> Found:
         """Run tokenization outside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, _ended, work)
 
     def failure(self, error: BaseException) -> ApiError:
         """Return the error that a client gets when its choice has failed with `error`."""

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from .overrides import CONSTRUCTED, OVERRIDES
 from .variants import variation
@@ -113,7 +113,7 @@ def shrunk(kind: type[PreTrainedConfig], *, variant: int = 0, is_part: bool = Fa
     values: dict[str, Any] = {}
     parts = getattr(kind, "sub_configs", {}) | getattr(kind, "sub_configs_defaults", {})
     for name, part in parts.items():
-        values[name] = shrunk(_sub_class(part), variant=variant, is_part=True)
+        values[name] = shrunk(_sub_class(part, kind, name), variant=variant, is_part=True)
     default = _default(kind)
     for field in dataclasses.fields(kind):
         if field.name in values or field.name.startswith("_"):
@@ -130,7 +130,9 @@ def shrunk(kind: type[PreTrainedConfig], *, variant: int = 0, is_part: bool = Fa
     return kind(**values | given)
 
 
-def _sub_class(spec: Any) -> type[PreTrainedConfig]:
+def _sub_class(spec: Any, kind: type[PreTrainedConfig], name: str) -> type[PreTrainedConfig]:
+    if spec is AutoConfig:  # as older transformers declares the parts of a config
+        return type(getattr(kind(), name))
     if isinstance(spec, type):
         return spec
     if isinstance(spec.config_class, type) and issubclass(spec.config_class, PreTrainedConfig):

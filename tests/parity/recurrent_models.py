@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from .families import VOCABULARY
+from .older import skip_older_code
 
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = [LINEAR, FULL, LINEAR, LINEAR, FULL]
@@ -102,7 +103,10 @@ def state_space_of(kind: str, layers: Sequence[str], *, tokens: int, repeats: in
     """A model with the state spaces of Mamba. repeats: twice as many heads for each one more."""
     sizes = Sizes(2**repeats, 2 * hidden_size // 2**repeats, 16, 2, tokens, hidden_size, repeats)
     around = TOKENS | ATTENTION | {"hidden_size": hidden_size, "intermediate_size": 64}
-    return _with_random_numbers(MAKERS[kind](sizes, list(layers), around)).eval()
+    model = _with_random_numbers(MAKERS[kind](sizes, list(layers), around)).eval()
+    if kind == "falcon_h1":
+        skip_older_code(model, r"FalconH1Mixer uses cache_params\.has_previous_state")
+    return model
 
 
 def _mamba2(sizes: Sizes, layers: list[str], around: dict[str, Any]) -> Any:
@@ -195,7 +199,10 @@ def gated_unit_of(blocks: Sequence[str], *, tokens: int, heads: int = 4, window:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5} | other
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 1, "conv1d_width": tokens}
     config = RecurrentGemmaConfig(**TOKENS, **sizes, block_types=list(blocks), attention_window_size=window)
-    return _with_random_numbers(RecurrentGemmaForCausalLM(config)).eval()
+    model = _with_random_numbers(RecurrentGemmaForCausalLM(config)).eval()
+    reason = r"RecurrentGemmaModel uses past_key_values\.first_attention_layer"
+    skip_older_code(model, reason, generates="attention" in blocks)
+    return model
 
 
 def time_mixes_of(*, layers: int = 3, rescaled: int = 2) -> Any:

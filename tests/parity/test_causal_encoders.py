@@ -38,6 +38,8 @@ def build(
     family: str = "Qwen3", dtype: torch.dtype = torch.float32, *, kind: str = "Model", **changes: Any
 ) -> PreTrainedModel:
     config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | changes)
+    if family == "Gemma2":  # older transformers takes sdpa, which does not cap
+        config._attn_implementation = "eager"
     torch.manual_seed(0)
     model: PreTrainedModel = getattr(
         transformers, f"{family.removesuffix('Text') if kind != 'Model' else family}{kind}"

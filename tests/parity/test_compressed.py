@@ -212,6 +212,19 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it(dtype: torch.dty
 
 
 @torch.no_grad()
+def test_many_tokens_are_rotated_by_a_complex_table_as_few_are() -> None:
+    """So many run module by module; by a transposed table, which older transformers makes, torch rounds otherwise."""
+    if hf_accel.kernels.cpu.refusal() is not None:
+        pytest.skip("torch rounds by batch size")
+    model = hf_accel.patch(model_of("DeepseekV2", **WIDE, qk_rope_head_dim=16), deterministic=True)
+    ids, found = torch.randint(1, VOCABULARY, (1, 280)), []
+    for cuts in ([280], [200, 80]):
+        cache = PagedCache(model.config)
+        found.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(cuts, 1)], 1))
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_are_no_farther_from_the_truth_than_stocks(dtype: torch.dtype) -> None:
     model = model_of("DeepseekV3", num_hidden_layers=2, first_k_dense_replace=2, kv_lora_rank=64, qk_nope_head_dim=32)

@@ -30,10 +30,11 @@ from hf_accel.patching.decoder_survey import decoder_refusal, tried_operators
 from hf_accel.recognition.call_form import usual_pass
 from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
-from hf_accel.undo.state import FUSED
+from hf_accel.undo.state import FUSED, state_of
 
 from ..selection import seeds
 from .families import VOCABULARY
+from .older import IS_OLDER, check_loop, skip_older_code
 from .snapshot import snapshot
 from .speculating import requests
 
@@ -88,6 +89,7 @@ IN_ONE_CALL = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "Blenderbot", "Wh
                "Moonshine")  # fmt: skip
 HEADS = {"Marian": "MarianMTModel", "SpeechT5": "SpeechT5ForSpeechToText"}
 LENGTHS = (9, 4, 17, 1, 12)
+OLDER = {"UMT5": "SelfAttention' is not causal", "FSMT": "does not go through transformers' AttentionInterface"}
 
 
 def model_of(kind: str, **other: Any) -> Any:
@@ -97,6 +99,8 @@ def model_of(kind: str, **other: Any) -> Any:
     if kind.startswith("T5Gemma"):
         sizes = {name: sizes[name] for name in sizes if name.endswith("_token_id") or name == "vocab_size"} | other
         sizes |= {"encoder": GEMMA, "decoder": GEMMA, "tie_word_embeddings": False}
+        if kind == "T5Gemma":  # older transformers takes sdpa, which does not cap
+            sizes["attn_implementation"] = "eager"
     if kind == "T5Gemma2":
         decoder = GEMMA | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
         encoder = {"text_config": decoder, "vision_config": SMALL_VISION, "mm_tokens_per_image": 4}
@@ -111,6 +115,8 @@ def model_of(kind: str, **other: Any) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "embed_positions" not in name:
                 parameter.normal_(0, 0.3)
+    if kind in OLDER:
+        skip_older_code(model, OLDER[kind])
     return model
 
 
@@ -343,6 +349,12 @@ def test_experts_that_take_few_tokens_of_a_pass() -> None:
     ]
     expected = [alone(model, row) for row in rows], [model.generate(**call, **settings) for call in calls]
     hf_accel.patch(model, weights=None)
+    if IS_OLDER and state_of(model).generation.form.most_tokens is None:
+        assert [alone(model, row) for row in rows] == expected[0]
+        for call, own in zip(calls, expected[1], strict=True):
+            assert torch.equal(model.generate(**call, **settings), own)
+            check_loop(model)
+        pytest.skip("the experts of this older transformers leave no token out")
     with pytest.warns(hf_accel.HfAccelWarning, match="its experts leave out tokens where a pass has more than 3"):
         found = [(model.generate(**call, **settings), hf_accel.stats(model)["loop"] == "ragged") for call in calls]
     assert [is_ragged for _, is_ragged in found] == [True, False, True, False, False]

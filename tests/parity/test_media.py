@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -21,11 +20,8 @@ from ..families.features import MEDIA
 from ..families.media import alone_with_medium, media_prompts
 from ..families.models import build, family
 from ..selection import seeds
+from .older import by_stock_alone, skip_older_code
 from .speculating import OracleDrafter
-
-pytestmark = pytest.mark.skipif(
-    transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
-)
 
 LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED = (
     f"{name}ForConditionalGeneration"
@@ -63,7 +59,8 @@ _answers: dict[tuple[Any, ...], list[int]] = {}  # of stock's models
 
 
 def fresh(name: str) -> Any:
-    model: Any = build(family(name), gain=2.0)
+    with by_stock_alone():  # there may be no such class
+        model: Any = build(family(name), gain=2.0)
     if name in TIED:  # its tied and scaled embedding would only repeat the last token
         head = model.get_output_embeddings()
         numbers = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(5))
@@ -79,7 +76,11 @@ def fresh(name: str) -> Any:
 def stock(name: str) -> tuple[Any, dict[str, Tensor]]:
     """A model, and a batch: rows 0 and 1 say the same about different images, row 2 is shorter."""
     model = fresh(name)
-    return model, media_prompts(model, MEDIA[family(name).kind])
+    with by_stock_alone():
+        given = media_prompts(model, MEDIA[family(name).kind])
+    if name == CROSSED:
+        skip_older_code(model, "MllamaTextModel gives its layers more than hidden states", given=given)
+    return model, given
 
 
 def patched(name: str, **settings: Any) -> Any:
@@ -120,13 +121,14 @@ def loop(model: Any) -> str:
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
     model, given = patched(name), stock(name)[1]
-    results = []
-    for each in (stock(name)[0], model):
-        torch.manual_seed(0)
-        results.append(each.generate(**given, max_new_tokens=NEW_TOKENS, **{"do_sample": False, **settings}))
-    assert torch.equal(*results)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
+    torch.manual_seed(0)
+    with by_stock_alone():
+        expected = stock(name)[0].generate(**given, **settings)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**given, **settings), expected)
     assert loop(model) == "ragged"
-    assert settings or name in FAINT or not torch.equal(results[0][0], results[0][1])  # the image matters
+    assert settings["do_sample"] or name in FAINT or not torch.equal(expected[0], expected[1])  # the image matters
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -199,7 +201,8 @@ def test_tokens_that_pad_are_not_counted() -> None:
     for hidden, bias in ((0, 8.0), (1, 14.0), (2, 20.0)):
         mask = (torch.arange(6) >= torch.tensor([[hidden], [0], [2 * hidden]])).long()
         settings = {"max_new_tokens": 12, "do_sample": False, "sequence_bias": [[[0], bias]]}
-        wanted = plain.generate(input_ids=ids, attention_mask=mask, **settings)
+        with by_stock_alone():  # older transformers biases no token 0
+            wanted = plain.generate(input_ids=ids, attention_mask=mask, **settings)
         assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), wanted)
         assert loop(model) == "ragged"
         written += int((wanted[:, 6:-1] == 0).sum())

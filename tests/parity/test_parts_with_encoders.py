@@ -34,7 +34,7 @@ def model_of(kind: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(4)
         model = made(config).eval()
-        enliven(model, 4.0)
+        enliven(model, 2.0)  # with more, rounding alone moves logits by thousandths
     return model
 
 

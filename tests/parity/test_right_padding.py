@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import hf_accel
 from hf_accel import CacheConfig
 
 from ..families.models import build, family
-
-pytestmark = pytest.mark.skipif(
-    transformers.__version__.startswith("5.17."), reason="its configs do not declare their parts: no tiny model"
-)
 
 NEW_TOKENS = 12
 LLAMA, GPT, LEARNED, WINDOWED = "LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM", "MistralForCausalLM"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +24,7 @@ from transformers import AutoTokenizer, LlavaProcessor
 from hf_accel.serving.api_errors import ApiError
 from hf_accel.serving.images import read_images
 from hf_accel.serving.limits import Limits
+from hf_accel.serving.service import ModelService
 
 from ..families.models import enliven
 from .running import CHAT_TEMPLATE, SHIPPED, WAIT, Running, serving
@@ -119,6 +123,13 @@ def test_words_that_stand_for_an_image_too_many(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=r"refuses the messages: .*image"):
         asked(client, question(url(picture("red")), words="<image> import "))
     assert asked(client, question()).choices[0].message.content  # it ends no other request
+
+
+def test_a_processor_that_stops_in_the_middle_ends_its_request() -> None:
+    """No future holds a StopIteration: its request would wait for ever."""
+    service: Any = SimpleNamespace(_tokenizing=ThreadPoolExecutor(1))
+    with pytest.raises(ValueError, match="an image, or for another value, that was not sent"):
+        asyncio.run(asyncio.wait_for(ModelService.in_thread(service, lambda: next(iter(()))), WAIT))
 
 
 def test_other_forms(running: Running, client: openai.OpenAI) -> None:

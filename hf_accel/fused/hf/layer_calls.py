@@ -43,6 +43,9 @@ class TracedForward(Mixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = self.__dict__[FUSED].run(self, args, kwargs)
         if result is None:
+            tables = kwargs.get("position_embeddings")
+            if type(tables) is Tensor and tables.is_complex():  # torch rounds products by a transposed one otherwise
+                kwargs["position_embeddings"] = tables.contiguous()  # than a native call does (older transformers)
             with RunningPass.own_code(self):  # type: ignore[arg-type]
                 result = super().forward(*args, **kwargs)  # type: ignore[misc]
         return result
@@ -239,4 +242,5 @@ def expands(module: nn.Module) -> bool:
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """Return the cache among the arguments of a layer; None if it has none."""
-    return next((cache for name in CACHES if (cache := kwargs.get(name)) is not None), None)
+    # Without := within the generator, which torch.compile of torch 2.11 cannot follow.
+    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)

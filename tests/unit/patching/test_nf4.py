@@ -89,7 +89,7 @@ def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) ->
     tokens = generate(expected)
     assert torch.equal(generate(model), tokens)
     assert torch.equal(generate(model, prompt_lookup_num_tokens=3), tokens)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf_accel.AccelConfig(weights="nf4"))
+    loaded = loaded_like(stock, tmp_path, quantization_config=hf_accel.AccelConfig(weights="nf4"))
     assert hf_accel.is_patched(loaded)
     assert nf4_layers(loaded).keys() == nf4_layers(model).keys()
     assert torch.equal(generate(loaded), tokens)

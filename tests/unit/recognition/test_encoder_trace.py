@@ -124,15 +124,20 @@ def test_other_shifts_of_columns_end_a_trace(kind: type[NoNorm], reason: str) ->
         traced(layer)
 
 
+def attended(layer: Dinov2Layer, hidden: Any) -> Any:
+    found = layer.attention(hidden)
+    return found[0] if isinstance(found, tuple) else found  # as older transformers returns it
+
+
 class AddedTwice(Dinov2Layer):
     def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        scaled = self.layer_scale1(self.attention(hidden_states, attention_mask=attention_mask)[0])
+        scaled = self.layer_scale1(attended(self, hidden_states))
         return (scaled + hidden_states) + scaled
 
 
 class AddedToItself(Dinov2Layer):
     def forward(self, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        scaled = self.layer_scale1(self.attention(hidden_states, attention_mask=attention_mask)[0])
+        scaled = self.layer_scale1(attended(self, hidden_states))
         return scaled + scaled
 
 
