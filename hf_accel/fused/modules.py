@@ -24,7 +24,7 @@ from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
 from ..recognition.code import PARTING_ROTATION, ROTATION, with_functions
-from ..recognition.source import own_code
+from ..recognition.source import without_renaming
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_others_class, is_unobserved
 from ..tensors import PLAIN, is_recorded
@@ -142,7 +142,7 @@ class RotaryForm:
 
 def rotary_form(module: nn.Module, dtype: torch.dtype, device_type: str = "cpu") -> RotaryForm | None:
     """Find how the module's forward rotates q and k, by trying each form on random input; None if it does not."""
-    forward = own_code(type(module).forward)
+    forward = without_renaming(type(module).forward)
     if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
         return None
     original = forward.__globals__.get(ROTATION)
@@ -198,7 +198,7 @@ class NativeRotary(Mixin):
 def _rewritten(original: type) -> FunctionType:
     """Return the class's forward with our rotation, which calls the original one where ours does not apply."""
     forward: Any = original.forward  # type: ignore[attr-defined]
-    own = own_code(forward)
+    own = without_renaming(forward)
     names = [name for name in (ROTATION, PARTING_ROTATION) if name in own.__code__.co_names]
     return with_functions(forward, {name: _native_rotation(own.__globals__[name]) for name in names})
 

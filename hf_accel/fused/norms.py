@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.cpu import library
-from ..recognition.source import own_code
+from ..recognition.source import without_renaming
 from ..recognition.trial import RandomNumbers, Tolerance, difference, unwatched_twin
 from ..tensors import is_plain_tensor
 from ..undo.journal import Mixin, original_class
@@ -105,8 +105,8 @@ class _Trial:
 def _code_and_settings(module: nn.Module) -> Iterator[object]:
     """Yield what the forward of a module's class reads by name, and the module's own attributes."""
     kind = original_class(module)
-    code = getattr(own_code(kind.forward), "__code__", None)
-    known = getattr(own_code(kind.forward), "__globals__", {})
+    code = getattr(without_renaming(kind.forward), "__code__", None)
+    known = getattr(without_renaming(kind.forward), "__globals__", {})
     yield from (kind, kind.forward)
     for name in () if code is None else code.co_names:
         yield from (name, getattr(kind, name, None), known.get(name))

@@ -78,7 +78,7 @@ def _model_attention_refusal(model: PreTrainedModel) -> str | None:
         if (implementation := stock_implementation(model, module)) not in STOCK_ATTENTION:
             return f"its attention was set to {implementation!r}, which may do what ours does not"
         if (replaced := replaced_function(module)) is not None:
-            return f"its attention is {replaced}"
+            return f"others have replaced {replaced}, which its attention runs"
     if _has_window(layers_config(model.config)) and not _masks_windows(model):
         return f"{name} has a window in its config that its masks leave out"
     unknown = _function_refusal(model)

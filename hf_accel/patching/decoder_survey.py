@@ -25,7 +25,7 @@ from ..fused.hf.operator_models import OperatorModel, decoder_operators, operato
 from ..generation.hf.refusals import OWN_METHODS
 from ..models import answer_once, padding_token
 from ..recognition.generation_code import only_passes_on
-from ..recognition.source import own_code
+from ..recognition.source import without_renaming
 from ..recognition.trial import RandomNumbers, Tolerance, agree
 from ..tensors import model_device
 from .survey import input_embedding
@@ -87,7 +87,7 @@ def decoder_loop_refusal(model: PreTrainedModel) -> str | None:
     for method in OWN_METHODS:
         own = getattr(type(model), method)
         known = own is getattr(GenerationMixin, method) or only_passes_on(type(model), method)
-        if not known and WHISPERS_POSITIONS not in own_code(own).__code__.co_consts:
+        if not known and WHISPERS_POSITIONS not in without_renaming(own).__code__.co_consts:
             return f"{type(model).__name__} has a {method} of its own"
     return None
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..fused.composed_activation import rounds_by_place
 from ..kernels.cpu.library import FLOATS
 from ..models import answer_once
-from ..recognition.source import own_code
+from ..recognition.source import without_renaming
 from ..recognition.trial import KNOWN_MODULES, settings_of_activation
 from ..tensors import model_device
 from ..undo.journal import original_class
@@ -60,7 +60,7 @@ def _fills_shares(module: nn.Module) -> bool:
 def _called(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """Yield the names of functions that a module's code calls and that torch rounds by place."""
     kind = original_class(module)
-    code: Any = getattr(own_code(kind.forward), "__code__", None)
+    code: Any = getattr(without_renaming(kind.forward), "__code__", None)
     if code is None or kind.__module__ in KNOWN_MODULES:
         return
     dtypes = {dtype, torch.float32} if {"float", "float32"} & set(code.co_names) else {dtype}

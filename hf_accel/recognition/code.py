@@ -33,7 +33,7 @@ from .cache_code import (
 )
 from .dead_branches import DeadBranches
 from .selected_code import SELECTED, selects_tokens
-from .source import is_renaming, nodes_of, own_code, tree_of
+from .source import is_renaming, nodes_of, tree_of, without_renaming
 
 
 @lru_cache(maxsize=4096)
@@ -126,7 +126,7 @@ class _Inline(ast.NodeTransformer):
 def _torch_function(name: str, forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function of torch.nn.functional that code names, under any name of the module, such as F.silu."""
     first, *rest = name.split(".")
-    found: Any = getattr(own_code(forward), "__globals__", {}).get(first)
+    found: Any = getattr(without_renaming(forward), "__globals__", {}).get(first)
     for part in rest:
         found = getattr(found, part, None)
     known = callable(found) and getattr(F, getattr(found, "__name__", ""), None) is found
@@ -247,7 +247,7 @@ def functions_of(kind: type, absent: frozenset[str]) -> list[ast.FunctionDef] | 
             continue
         node = tree_of(function)
         if node is None:
-            if any("mask" in n or n in CACHE_NAMES for n in own_code(function).__code__.co_varnames):
+            if any("mask" in n or n in CACHE_NAMES for n in without_renaming(function).__code__.co_varnames):
                 return None
             continue
         found[name] = DeadBranches(absent).visit(node)

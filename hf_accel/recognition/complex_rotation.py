@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..undo.journal import original_class
 from .call_form import CACHES, TABLES
 from .operation import UntraceableError
-from .source import own_code
+from .source import without_renaming
 from .stand_ins import StandIn
 from .symbols import Opaque
 
@@ -36,7 +36,7 @@ class ComplexTable(Opaque):
 
 def rotates_by_complex(layer: nn.Module) -> bool:
     """Return whether a part of a layer names such a rotation in its code."""
-    codes = (getattr(own_code(original_class(part).forward), "__code__", None) for part in layer.children())
+    codes = (getattr(without_renaming(original_class(part).forward), "__code__", None) for part in layer.children())
     return any(code is not None and ROTATION_BY_COMPLEX in code.co_names for code in codes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .source import own_code, source_of, tree_of
+from .source import source_of, tree_of, without_renaming
 
 # All that a method may name: transformers' own method, and how many logits a pass returns.
 HARMLESS_NAMES = frozenset({"super", "prepare_inputs_for_generation", "config", "num_logits_to_keep"})
@@ -34,7 +34,7 @@ def only_passes_on(kind: type, method: str) -> bool:
     owners = [base for base in kind.__mro__ if method in vars(base)]
     if len(owners) != 2 or owners[1].__name__ != "GenerationMixin":
         return False
-    function = own_code(vars(owners[0])[method])
+    function = without_renaming(vars(owners[0])[method])
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     if _lines_of(function) == HANDS_ON_STATES:

@@ -24,7 +24,7 @@ from .source_stand_ins import FIRST_OF_SOURCE, SourceKeys, as_source
 from .stand_ins import ModuleStandIn, StandIn, require
 from .symbols import SOURCE, TOKENS, Opaque, Vector
 from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
-from .unchanged import HOOKS, Read, has_own_forward, is_derived, is_others_class
+from .unchanged import HOOKS, Read, has_own_forward, is_derived, is_others_class, replaced_in
 
 ZEROS = (("constant", None), ("constant", 0))  # how code asks pad for zeros
 
@@ -73,6 +73,8 @@ class Record:
             self.note(own, name, own.get(name))
         self.note_class(module)
         self.hooks += [own[name] for name in HOOKS]
+        if (replaced := replaced_in([module])) is not None:
+            raise UntraceableError(replaced)
         if has_own_forward(module):
             raise UntraceableError("the forward of a module was replaced on the module itself")
         if is_derived(type(module)):

@@ -22,7 +22,7 @@ def is_renaming(function: Any) -> bool:
     return in_file and hasattr(function, "__wrapped__")
 
 
-def own_code(function: Any) -> Any:
+def without_renaming(function: Any) -> Any:
     """Return the function that wrappers hand arguments on to by their newer names; the function itself without any."""
     while is_renaming(function):
         function = function.__wrapped__

@@ -43,7 +43,7 @@ from .model_stand_ins import CacheStandIn, ConfigStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .scores import Scores
-from .source import own_code, results_of
+from .source import results_of, without_renaming
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import ModuleStandIn, StandIn, require
 from .symbols import (
@@ -293,7 +293,7 @@ class Trace(AttentionRecord):
 
     def _functions(self, forward: FunctionType) -> Iterator[tuple[str, Callable[..., Any]]]:
         """The functions of the code's file that are recorded where it calls them: a rotation, and activations."""
-        forward = own_code(forward)
+        forward = without_renaming(forward)
         for name in forward.__code__.co_names:
             function = forward.__globals__.get(name)
             rotates = name in (*ROTATIONS, ROTATION_BY_COMPLEX)

@@ -12,8 +12,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ..undo.running_code import (
     KNOWN_PACKAGES,
-    Entries,
-    Entry,
+    Lookup,
+    Lookups,
     function_of,
     is_known_code,
     is_mixed,
@@ -53,8 +53,9 @@ def is_replaced(kind: type) -> bool:
 
 
 def replaced_in(modules: Iterable[nn.Module]) -> str | None:
-    """Return what others have replaced of the classes of some modules, as words; None if nothing."""
-    return next((others for each in modules if (others := running_code(type(each)).others) is not None), None)
+    """Return what others have replaced of the classes of some modules, as a clause; None if nothing."""
+    places = (running_code(type(each)).others for each in modules)
+    return next((f"others have replaced {place}" for place in places if place is not None), None)
 
 
 def is_unobserved(module: nn.Module) -> bool:
@@ -77,7 +78,9 @@ def others_code(modules: Iterable[nn.Module]) -> str | None:
         if "forward" in own and not is_known_code(function_of(own["forward"])):
             return f"a forward that was set on a {type(module).__name__}"
     replaced = next((others for kind in kinds if (others := running_code(kind).others) is not None), None)
-    return replaced or next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
+    if replaced is not None:
+        return f"{replaced}, which was replaced"
+    return next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
 
 
 def is_others_class(kind: type) -> bool:
@@ -119,7 +122,7 @@ class Reads:
     code must stay the same, too. code: other code that must.
     """
 
-    def __init__(self, reads: Iterable[Read], code: Iterable[Entry] = ()) -> None:
+    def __init__(self, reads: Iterable[Read], code: Iterable[Lookup] = ()) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
         entries = [read for read in once if not isinstance(read.owner, nn.Module)]
         self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
@@ -127,7 +130,7 @@ class Reads:
         self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
         self._kinds: list[type] = [read.value for read in once if isinstance(read.owner, nn.Module)]
         kinds = dict.fromkeys(self._kinds)
-        self._code = Entries([*code, *(entry for kind in kinds for entry in running_code(kind).entries)])
+        self._code = Lookups([*code, *(each for kind in kinds for each in running_code(kind).lookups)])
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.
@@ -158,7 +161,7 @@ class Surroundings:
     def __init__(self, modules: list[nn.Module], own_hook: object = None) -> None:
         self._seen: list[nn.Module] = modules
         self._types: list[Any] = list(map(type, modules))
-        self._code = Entries(entry for kind in set(self._types) for entry in running_code(kind).entries)
+        self._code = Lookups(each for kind in set(self._types) for each in running_code(kind).lookups)
         self._children = [module._modules for module in modules]
         self._lengths = list(map(len, self._children))
         self._reads = Reads(_around(modules))

@@ -1,4 +1,4 @@
-"""Which code runs when a module is called, and whether that is the code that its package wrote.
+"""Finds which code runs when a module is called, and whether that is the code that its package wrote.
 
 Others may replace it at any time: a method of a class, a function that a file of transformers calls by its name, or
 one of torch's functions. What computes the same in another way may be used only while nobody has.
@@ -26,7 +26,7 @@ BY_TORCH = ("__call__", "_call_impl", "_wrapped_call_impl")  # of its Module
 IMPORTS = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
-class Entry(NamedTuple):
+class Lookup(NamedTuple):
     """A name that code looks up, in the globals of a file or of a class and its bases, and what it finds."""
 
     owner: dict[str, Any] | type
@@ -34,14 +34,14 @@ class Entry(NamedTuple):
     value: Any
 
 
-class Entries:
-    """Entries that must stay the same objects."""
+class Lookups:
+    """Lookups that must go on finding the same objects."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        once = {(id(entry.owner), entry.name): entry for entry in entries}.values()
+    def __init__(self, lookups: Iterable[Lookup]) -> None:
+        once = {(id(lookup.owner), lookup.name): lookup for lookup in lookups}.values()
         # As columns, so that no loop of Python's compares them: this is asked in each step.
-        self._of_dicts = _columns(entry for entry in once if isinstance(entry.owner, dict))
-        self._of_classes = _columns(entry for entry in once if isinstance(entry.owner, type))
+        self._of_dicts = _columns(lookup for lookup in once if isinstance(lookup.owner, dict))
+        self._of_classes = _columns(lookup for lookup in once if isinstance(lookup.owner, type))
 
     def hold(self) -> bool:
         owners, names, values = self._of_dicts
@@ -54,8 +54,8 @@ class Entries:
             return False
 
 
-def _columns(entries: Iterable[Entry]) -> tuple[list[Any], list[str], list[Any]]:
-    rows = list(entries)
+def _columns(lookups: Iterable[Lookup]) -> tuple[list[Any], list[str], list[Any]]:
+    rows = list(lookups)
     return [row.owner for row in rows], [row.name for row in rows], [row.value for row in rows]
 
 
@@ -63,12 +63,12 @@ class RunningCode:
     """The code that runs when a class or a function is called, as it was when this was made.
 
     It is found by names: of methods of the class, of functions of its file and what these call in turn, and of
-    functions of torch. Our own code, which a class that patch() made has, is left out. entries: those names. others:
-    what code of others was put in place of a known package's, as words; None if there is none.
+    functions of torch. Our own code, which a class that patch() made has, is left out. lookups: of those. others:
+    where others have put code of their own instead of a known package's; None if nowhere.
     """
 
     def __init__(self, called: Any) -> None:
-        self._found: dict[tuple[int, str], Entry] = {}
+        self._found: dict[tuple[int, str], Lookup] = {}
         self._read: set[Any] = set()
         self.others: str | None = None
         if isinstance(called, type):
@@ -78,8 +78,8 @@ class RunningCode:
                 self._note(nn.Module, name, getattr(nn.Module, name), is_known=True)
         else:
             self._function(called, None)
-        self.entries = tuple(self._found.values())
-        self.hold = Entries(self.entries).hold
+        self.lookups = tuple(self._found.values())
+        self.hold = Lookups(self.lookups).hold
 
     def _method(self, kind: type, name: str) -> None:
         """Note what the class finds by a name, and what its bases do, whose methods may be called by super()."""
@@ -98,7 +98,7 @@ class RunningCode:
             if function in self._read:
                 continue
             self._read.add(function)
-            for names in names_in(function.__code__):
+            for names in looked_up(function.__code__):
                 if kind is not None and names[0] == "":
                     self._of_class(kind, names[1])
                 else:
@@ -127,7 +127,7 @@ class RunningCode:
 
     def _note(self, owner: Any, name: str, value: Any, *, is_known: bool) -> None:
         """is_known: whether a known package wrote the code that looks the name up."""
-        self._found[id(owner), name] = Entry(owner, name, value)
+        self._found[id(owner), name] = Lookup(owner, name, value)
         function = function_of(value)
         if not is_known or not isinstance(function, FunctionType) or is_known_code(function):
             return
@@ -135,7 +135,7 @@ class RunningCode:
         file = vars(sys.modules[owner.__module__]) if isinstance(owner, type) else owner
         own = place.partition(".")[0], *imported_by(str(file.get("__file__")))
         if package_of(function) not in own:
-            self.others = self.others or f"{place}.{name}, which was replaced"
+            self.others = self.others or f"{place}.{name}"
 
 
 def decorated(called: Any) -> list[FunctionType]:
@@ -153,7 +153,7 @@ def decorated(called: Any) -> list[FunctionType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def names_in(code: CodeType) -> tuple[tuple[str, ...], ...]:
+def looked_up(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the names by which code finds others: a global one and its attributes, or "" and that of an attribute."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
@@ -169,7 +169,7 @@ def names_in(code: CodeType) -> tuple[tuple[str, ...], ...]:
             found.pop(chain[:-1], None)
             found[chain] = None
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return tuple(dict.fromkeys([*found, *(names for each in inner for names in names_in(each))]))
+    return tuple(dict.fromkeys([*found, *(names for each in inner for names in looked_up(each))]))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -202,7 +202,12 @@ def test_the_plan_of_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "apply_rotary_pos_emb", odd_rotation)
     stock, given = build(), batch([6, 4])
     lines = [line for line in hf_accel.plan(build(), weights=None).lines if line.what == "3 encoder layers"]
-    assert [(line.choice, line.reason) for line in lines] == [("module by module", "its rotation has no native call")]
+    assert [(line.choice, line.reason) for line in lines] == [
+        (
+            "module by module",
+            "others have replaced transformers.models.eurobert.modeling_eurobert.apply_rotary_pos_emb",
+        )
+    ]
     same(hf_accel.patch(build(), weights=None)(**given), stock(**given), given["attention_mask"])
 
 

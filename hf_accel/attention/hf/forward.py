@@ -193,7 +193,7 @@ def _unknown(
     dense: query, key and value of a call without pages.
     """
     if (replaced := replaced_function(module)) is not None:
-        return f"it would run {replaced}"
+        return f"others have replaced {replaced}"
     if dense is not None and dense[1].shape[1] != dense[2].shape[1]:
         return f"it is given {dense[2].shape[1]} heads of values for {dense[1].shape[1]} of keys"
     if not kwargs.keys() <= KNOWN_KEYWORDS:

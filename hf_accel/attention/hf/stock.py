@@ -47,12 +47,12 @@ def stock_function(module: nn.Module) -> Any:
 
 
 def replaced_function(module: nn.Module) -> str | None:
-    """Return what others have put in the place of that function, or of what it calls, as words; None if nothing."""
+    """Return what others have replaced: that function, or one that it calls; None if nothing."""
     function = function_of(stock_function(module))
     if not isinstance(function, FunctionType):
         return None
     if package_of(function) not in (*KNOWN_PACKAGES, package_of(original_class(module))):
-        return f"the attention function {name_before_patch(module)!r}, which was replaced"
+        return f"the attention function {name_before_patch(module)!r}"
     return running_code(function).others
 
 

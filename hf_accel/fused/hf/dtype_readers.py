@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...models import modules_by_name
 from ...recognition.generation_code import reads_dtype_of
-from ...recognition.source import own_code
+from ...recognition.source import without_renaming
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..site import FusedSite, SiteKind
@@ -96,7 +96,7 @@ def dtype_readers(model: nn.Module, quantized: Container[nn.Module]) -> Iterator
     for name, module in modules_by_name(model):
         forward = original_class(module).forward
         is_model = isinstance(module, PreTrainedModel)
-        if is_model and hasattr(own_code(forward), "__wrapped__"):
+        if is_model and hasattr(without_renaming(forward), "__wrapped__"):
             continue
         layers = {key: child for key, child in module.named_children() if child in quantized}
         names = tuple(key for key in layers if reads_dtype_of(forward, key))

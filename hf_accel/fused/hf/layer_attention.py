@@ -57,9 +57,9 @@ def note_plan(trace: Trace, module: nn.Module) -> None:
         raise UntraceableError("others have replaced the attention that it has without ours")
     for owner in (ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping):
         trace.note(owner, name, owner.get(name))
-    for entry in running_code(function).entries:
-        if isinstance(entry.owner, dict):
-            trace.note(entry.owner, entry.name, entry.value)
+    for lookup in running_code(function).lookups:
+        if isinstance(lookup.owner, dict):
+            trace.note(lookup.owner, lookup.name, lookup.value)
 
 
 def planned_of(trace: Trace, layer: nn.Module) -> PlannedAttention:

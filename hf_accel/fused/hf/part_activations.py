@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import modules_by_name
-from ...recognition.source import own_code
+from ...recognition.source import without_renaming
 from ...recognition.trial import RandomNumbers
 from ...recognition.unchanged import has_own_forward, is_known_class
 from ...undo.journal import Mixin, original_class
@@ -35,7 +35,7 @@ class PartActivation(Mixin):
 def part_activations(model: nn.Module) -> Iterator[FusedSite]:
     """Find activations of modules that cut tensors, which torch rounds by the layout of their input."""
     for name, parent in modules_by_name(model):
-        code = getattr(own_code(original_class(parent).forward), "__code__", None)
+        code = getattr(without_renaming(original_class(parent).forward), "__code__", None)
         if code is None or CUTS.isdisjoint(code.co_names):
             continue
         for key, child in parent.named_children():

@@ -13,7 +13,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...errors import NotRaggedError, UnsupportedError
 from ...models import vocabulary_size
 from ...recognition.generation_code import hands_on_all, only_passes_on
-from ...recognition.source import own_code
+from ...recognition.source import without_renaming
 from ...tensors import model_device
 from ...undo.state import state_of
 from ..prompt_inputs import (
@@ -145,7 +145,7 @@ def own_methods(model: PreTrainedModel) -> list[str]:
         name
         for name, method in own
         if method is not getattr(GenerationMixin, name)
-        and LONG_ROPE not in own_code(method).__code__.co_names
+        and LONG_ROPE not in without_renaming(method).__code__.co_names
         and not only_passes_on(type(model), name)
         and not hands_on_all(model, name)
     ]

@@ -35,19 +35,32 @@ OTHER_ARGUMENTS = frozenset({
 })  # fmt: skip
 
 
-class PagedConvolution(Mixin):
-    """A mixin for a gated short convolution: out_proj(c * conv(b * x)), where b, c and x are in_proj of the input."""
+class PagedForward(Mixin):
+    """A mixin for a layer that keeps something else than keys and values: it is computed where its cache has pages."""
 
     asks_itself = True
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
         cache, others = pages_given(self, args, kwargs)
         if cache is None:
-            stock: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            return stock
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return self.over_pages(hidden_states, cache, others.pop("attention_mask", None), others)
+
+    def over_pages(
+        self, hidden_states: Tensor, cache: CacheOverPages, attention_mask: Tensor | None, others: dict[str, Any]
+    ) -> Any:
+        """Compute `forward` over pages. others: the other keywords of the call."""
+        raise NotImplementedError
+
+
+class PagedConvolution(PagedForward):
+    """A mixin for a gated short convolution: out_proj(c * conv(b * x)), where b, c and x are in_proj of the input."""
+
+    def over_pages(
+        self, hidden_states: Tensor, cache: CacheOverPages, attention_mask: Tensor | None, others: dict[str, Any]
+    ) -> Tensor:
         own: Any = self
-        attention_mask = others.pop("attention_mask", None)
         require_pages(own, convolution_refusal(own), others)
         if attention_mask is not None:  # [B, Q], as transformers makes it for these layers
             hidden_states = hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...cache.hf import RecurrentPass
+from ...cache.hf import CacheOverPages, RecurrentPass
 from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.kinds.state_sizes import StateSizes
 from ...kernels.cpu import state_scan
 from ...recognition.trial import RandomNumbers, unwatched_twin
 from ...recognition.trial_modules import draw_weights, trial_linear
-from ...undo.journal import Mixin, original_class
+from ...undo.journal import original_class
 from ..gated_norms import GatedNorm
-from .convolutions import pages_given
+from .convolutions import PagedForward
 from .state_pass import Recurrence, over_pages, passes_agree, scanned
 
 LIGHTNING_PARTS = {"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"}
@@ -28,19 +28,13 @@ DECAYS = ("query_decay", "key_decay", "diagonal_decay")  # buffers that say the 
 ONE_STEP = (1.0, 1.0)  # a step within these limits is one
 
 
-class PagedLightning(Mixin):
+class PagedLightning(PagedForward):
     """A mixin for lightning attention, which a decoder layer calls as it calls other attention."""
 
-    asks_itself = True
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[B, Q, H] -> [B, Q, H], and no state where that stays in pages. Raises what PagedRecurrence raises."""
-        cache, others = pages_given(self, args, kwargs)
-        if cache is not None:
-            others.pop("attention_mask", None)
-            return over_pages(self, hidden_states, cache, others), None
-        stock: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        return stock
+    def over_pages(
+        self, hidden_states: Tensor, cache: CacheOverPages, attention_mask: Tensor | None, others: dict[str, Any]
+    ) -> tuple[Tensor, None]:
+        return over_pages(self, hidden_states, cache, others), None
 
 
 class LightningAttention(Recurrence):

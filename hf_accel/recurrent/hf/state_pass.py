@@ -37,24 +37,18 @@ from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..gated_norms import GATE_ACTIVATIONS, GatedNorm
 from ..recurrent_programme import RecurrentProgramme
-from .convolutions import OTHER_ARGUMENTS, causal_refusal, pages_given, require_pages
+from .convolutions import OTHER_ARGUMENTS, PagedForward, causal_refusal, require_pages
 from .recorded_parts import input_of, note_kept, settings_of_parts, with_parts
 
 NUM_PROMPT = 5  # tokens of the prompt of a trial
 
 
-class PagedRecurrence(Mixin):
+class PagedRecurrence(PagedForward):
     """A mixin for a layer with a recurrent state, whose Recurrence says what it computes."""
 
-    asks_itself = True
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[B, Q, H] -> [B, Q, H]. Raises NotRaggedError if the module was changed, or is given what is not known."""
-        cache, others = pages_given(self, args, kwargs)
-        if cache is None:
-            stock: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            return stock
-        others.pop("attention_mask", None)
+    def over_pages(
+        self, hidden_states: Tensor, cache: CacheOverPages, attention_mask: Tensor | None, others: dict[str, Any]
+    ) -> Any:
         return over_pages(self, hidden_states, cache, others)
 
 

@@ -14,7 +14,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 
-from hf_accel.undo.running_code import RunningCode, names_in, running_code
+from hf_accel.undo.running_code import RunningCode, looked_up, running_code
 
 # What runs, and what others may put in the place of something that it calls.
 REPLACED: dict[str, tuple[Any, Any, str]] = {
@@ -60,7 +60,7 @@ def test_what_is_taken_away_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     code = running_code(Own)
     assert code.others is None, "a class of others may have what code it likes"
-    assert {entry.name for entry in code.entries} >= {"doubled", "forward"}
+    assert {lookup.name for lookup in code.lookups} >= {"doubled", "forward"}
     monkeypatch.delattr(Own, "doubled")
     assert not code.hold()
     assert running_code(Own) is not code
@@ -79,5 +79,5 @@ def test_names_of_code() -> None:
     def code(self: Any, x: Any) -> Any:
         return [torch.nn.functional.silu(self.up(part)) for part in wrapped(x)]
 
-    assert {("torch", "nn", "functional", "silu"), ("wrapped",), ("", "up")} <= set(names_in(code.__code__))
-    assert ("torch",) not in names_in(code.__code__), "the module is no function"
+    assert {("torch", "nn", "functional", "silu"), ("wrapped",), ("", "up")} <= set(looked_up(code.__code__))
+    assert ("torch",) not in looked_up(code.__code__), "the module is no function"
