@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_compiling
 
 from ..errors import HfAccelError
 from .running_code import RunningCode, running_code
@@ -204,7 +205,7 @@ def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[...,
     @functools.wraps(ours)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, mixin):
-            if is_checked and not known.hold():
+            if is_checked and not is_compiling() and not known.hold():
                 return getattr(original, name)(self, *args, **kwargs)
             return ours(self, *args, **kwargs)
         return getattr(type(self), name)(self, *args, **kwargs)

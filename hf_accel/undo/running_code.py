@@ -131,9 +131,10 @@ class RunningCode:
         function = function_of(value)
         if not is_known or not isinstance(function, FunctionType) or is_known_code(function):
             return
-        place = owner.__qualname__ if isinstance(owner, type) else str(owner.get("__name__"))
-        file = vars(sys.modules[owner.__module__]) if isinstance(owner, type) else owner
-        own = place.partition(".")[0], *imported_by(str(file.get("__file__")))
+        is_class = isinstance(owner, type)
+        file = getattr(sys.modules.get(owner.__module__), "__file__", None) if is_class else owner.get("__file__")
+        place = owner.__qualname__ if is_class else str(owner.get("__name__"))
+        own = place.partition(".")[0], *imported_by(str(file))
         if package_of(function) not in own:
             self.others = self.others or f"{place}.{name}"
 
