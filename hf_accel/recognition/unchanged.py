@@ -12,7 +12,6 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ..undo.running_code import (
     KNOWN_PACKAGES,
-    Lookup,
     Lookups,
     function_of,
     is_known_code,
@@ -119,10 +118,10 @@ class Read(NamedTuple):
 
 class Reads:
     """Entries of dictionaries that must stay the same objects, and modules that must stay of the same classes, whose
-    code must stay the same, too. code: other code that must.
+    code must stay the same, too.
     """
 
-    def __init__(self, reads: Iterable[Read], code: Iterable[Lookup] = ()) -> None:
+    def __init__(self, reads: Iterable[Read]) -> None:
         once = {(id(read.owner), read.name, id(read.value)): read for read in reads}.values()
         entries = [read for read in once if not isinstance(read.owner, nn.Module)]
         self._owners, self._names = [read.owner for read in entries], [read.name for read in entries]
@@ -130,7 +129,7 @@ class Reads:
         self._seen = [read.owner for read in once if isinstance(read.owner, nn.Module)]
         self._kinds: list[type] = [read.value for read in once if isinstance(read.owner, nn.Module)]
         kinds = dict.fromkeys(self._kinds)
-        self._code = Lookups([*code, *(each for kind in kinds for each in running_code(kind).lookups)])
+        self._code = Lookups(each for kind in kinds for each in running_code(kind).lookups)
 
     def hold(self) -> bool:
         # No loop of Python's: this is asked about each layer, or the whole model, in each step.

@@ -39,10 +39,15 @@ IDS = torch.tensor([[5, 17, 3, 44, 9, 21, 30], [11, 4, 60, 2, 8, 33, 7]])
 MASK = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
 
 
-def llama() -> Any:
+def small(kind: Any, config: Any, **settings: Any) -> Any:
+    """A decoder of two layers that attend with fewer heads of keys."""
     torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=70, num_hidden_layers=2, **sizes)).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return kind(config(vocab_size=70, num_hidden_layers=2, **sizes, **settings)).eval()
+
+
+def llama() -> Any:
+    return small(LlamaForCausalLM, LlamaConfig)
 
 
 def gpt2() -> Any:
@@ -57,10 +62,7 @@ def bert() -> Any:
 
 
 def mixtral() -> Any:
-    torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    settings: Any = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=70, num_hidden_layers=2, **sizes, **settings)).eval()
+    return small(MixtralForCausalLM, MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
 
 
 def mamba() -> Any:
@@ -69,11 +71,8 @@ def mamba() -> Any:
 
 
 def lfm2() -> Any:
-    torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     kinds = ["conv", "full_attention"]
-    settings: Any = {"layer_types": kinds, "initializer_range": 0.2}
-    return Lfm2ForCausalLM(Lfm2Config(vocab_size=70, num_hidden_layers=2, **settings, **sizes)).eval()
+    return small(Lfm2ForCausalLM, Lfm2Config, layer_types=kinds, initializer_range=0.2)
 
 
 PLACES: dict[str, tuple[Callable[[], Any], Any, str]] = {

@@ -45,7 +45,7 @@ from ...undo.state import FUSED
 from ..encoder_programme import Causal, EncoderProgramme
 from ..encoder_rows import CallTensors, RowLayout
 from .encoder_checks import is_empty, layout_for, refuse_functions_of_users, scale_of
-from .layer_attention import attend_of, sees_all
+from .layer_attention import attend_of, note_registered, sees_all
 
 HIDDEN_STATES = {"hidden_states", "_hidden_states_layers"}  # what transformers collects from layers themselves
 
@@ -226,10 +226,8 @@ class EncoderLayerCalls(EncoderCalls):
         trace.reads, trace.may_return_weights = reads, True
         refuse_functions_of_users(trace, module)
         if self.keeps_sdpa:
-            functions = ALL_ATTENTION_FUNCTIONS
-            for owner in (functions._local_mapping, functions._global_mapping):
-                trace.note(owner, SDPA, owner.get(SDPA))
-            if functions[SDPA] is sdpa_attention_forward:
+            note_registered(trace, SDPA)
+            if ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa_attention_forward:
                 trace.equals[SDPA] = ATTENTION_NAME
         trace.layer(module, width, form)
         operation, _, is_causal = attend_of(trace)

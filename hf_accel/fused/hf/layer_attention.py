@@ -55,11 +55,16 @@ def note_plan(trace: Trace, module: nn.Module) -> None:
         return
     if replaced_function(module) is not None:
         raise UntraceableError("others have replaced the attention that it has without ours")
-    for owner in (ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping):
-        trace.note(owner, name, owner.get(name))
+    note_registered(trace, name)
     for lookup in running_code(function).lookups:
         if isinstance(lookup.owner, dict):
             trace.note(lookup.owner, lookup.name, lookup.value)
+
+
+def note_registered(trace: Trace, name: str) -> None:
+    """Note that transformers must find the same attention function by a name."""
+    for owner in (ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping):
+        trace.note(owner, name, owner.get(name))
 
 
 def planned_of(trace: Trace, layer: nn.Module) -> PlannedAttention:
