@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +139,6 @@ def test_padding_elsewhere_is_stocks(change: Callable[[Tensor], Tensor]) -> None
     near(found, stock.get_encoder()(**given).last_hidden_state, 2e-5)
 
 
-@pytest.mark.long  # alone it passes; behind the rest of the suite it failed, and why is not known yet
 @torch.no_grad()
 def test_another_attention_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's attention stays stock's where its decoder is not known."""
@@ -150,12 +148,10 @@ def test_another_attention_function(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted() as calls:
         before = ours(**given).last_hidden_state
     assert calls["layers"] == 2
-    functions: Any = sys.modules[type(stock).__module__].ALL_ATTENTION_FUNCTIONS  # type: ignore[attr-defined]
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
     known = functions["sdpa"]
-    local = functions._local_mapping  # in which other tests may have put what they have taken out
     with monkeypatch.context() as patch:
-        place = local if "sdpa" in local else functions._global_mapping
-        patch.setitem(place, "sdpa", lambda *args, **kwargs: (known(*args, **kwargs)[0] * 2, None))
+        patch.setitem(functions._global_mapping, "sdpa", lambda *args, **kwargs: (known(*args, **kwargs)[0] * 2, None))
         with counted() as calls:
             found = ours(**given).last_hidden_state
         assert not calls["layers"] and not torch.allclose(found, before, atol=1e-3)
