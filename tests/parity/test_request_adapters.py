@@ -6,7 +6,7 @@ import copy
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,20 @@ def expected(folder: Path, weights: Any, ids: list[list[int]], new: int = NEW) -
 
 
 def served(
-    folder: Path, model: Any, ids: list[list[int]], new: int = NEW, **settings: Any
+    folder: Path,
+    model: Any,
+    ids: list[list[int]],
+    new: int = NEW,
+    *,
+    names: Sequence[str | None] = NAMES,
+    **settings: Any,
 ) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the tokens of requests with these adapters in turn, and what the engine says of itself."""
     with hf_accel.Engine(model, **settings) as engine:
         for name in KINDS:
             engine.load_adapter(name, folder / name)
         rows = [
-            engine.submit(row, max_new_tokens=new, temperature=0, seed=0, adapter=NAMES[number % len(NAMES)])
+            engine.submit(row, max_new_tokens=new, temperature=0, seed=0, adapter=names[number % len(names)])
             for number, row in enumerate(ids)
         ]
         return [row.result().tokens for row in rows], engine.stats
@@ -393,11 +400,14 @@ def test_a_layer_with_a_convolution(tmp_path: Path) -> None:
 
 
 def test_a_pass_with_adapters_is_no_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would hold what the adapters of its capture add."""
-    wanted = expected(folder, None, IDS)
+    """A graph would hold what the adapters of its capture add.
+
+    Each request has one: a pass of one without may be prepared ahead, if the engine takes it before the others come.
+    """
+    wanted = expected(folder, None, IDS)[1:]
     install(monkeypatch)
     model = build("llama")
     hf_accel.patch(model, weights=None, attention="tape")
-    got, stats = served(folder, model, IDS)
+    got, stats = served(folder, model, IDS[1:], names=list(KINDS))
     assert got == wanted and stats["graphs"]["eager"]["some of its rows have adapters"] >= NEW - 1
     assert stats["graphs"]["ahead"]["launched"] == 0
