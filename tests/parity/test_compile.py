@@ -86,6 +86,23 @@ def test_generate_with_what_was_compiled(make: Callable[[PreTrainedModel], None]
 
 
 @pytest.mark.long
+def test_a_compiled_generate_is_our_loop() -> None:
+    """torch.compile(model.generate) has nothing to compile, alone or called by what is compiled."""
+    model = build()
+    given = inputs("left")
+    wanted = model.generate(**given, max_new_tokens=4, do_sample=False)
+    hf_accel.patch(model, weights=None)
+    for compiled in (
+        torch.compile(model.generate, backend="eager"),
+        torch.compile(lambda **kwargs: model.generate(**kwargs), backend="eager"),
+    ):
+        assert torch.equal(compiled(**given, max_new_tokens=4, do_sample=False), wanted)
+        assert hf_accel.stats(model)["loop"] == "ragged"
+    ids = [row[mask.bool()].tolist() for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)]
+    outputs = torch.compile(model.generate_batch, backend="eager")(ids, max_new_tokens=4, do_sample=False)
+    assert [each.generated_tokens for each in outputs.values()] == wanted[:, -4:].tolist()
+
+
 def test_a_paged_cache_in_a_compiled_model_hands_out_all_columns() -> None:
     model, ids = hf_accel.patch(build(), weights=None), prompts(2, 6)
     with torch.no_grad():

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -54,11 +55,16 @@ from .states_drafters import with_stock_classes
 from .users_code import code_in_passes
 
 NOT_GIVEN = Default("not given")
+# torch.compile(model.generate) would follow a whole loop, for minutes, with scheduler and block tables in it.
+by_no_compiler = torch.compiler.disable(
+    reason="hf_accel's loop runs native code; torch.compile(model) compiles a forward"
+)
 
 
 class AcceleratedGeneration(QuantizedModel):
     """Is mixed into a patched model's class, before the original class."""
 
+    @by_no_compiler
     @made_on_host()
     def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
         """Generate as in transformers, with more options.
@@ -231,6 +237,7 @@ class AcceleratedGeneration(QuantizedModel):
         return output, None
 
     @ServesPrompts
+    @by_no_compiler
     @made_on_host()
     def generate_batch(
         self,
