@@ -56,9 +56,7 @@ from .users_code import code_in_passes
 
 NOT_GIVEN = Default("not given")
 # torch.compile(model.generate) would follow a whole loop, for minutes, with scheduler and block tables in it.
-by_no_compiler = torch.compiler.disable(
-    reason="hf_accel's loop runs native code; torch.compile(model) compiles a forward"
-)
+by_no_compiler = torch.compiler.disable(reason="its loop runs native code; torch.compile(model) compiles forwards")
 
 
 class AcceleratedGeneration(QuantizedModel):
