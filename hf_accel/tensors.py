@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 OF_ALLOCATOR = ("allocate memory", "you tried to allocate")  # in the errors of torch's allocator on a CPU
+P = ParamSpec("P")
+T = TypeVar("T")
+U = TypeVar("U")
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)  # types whose numbers are where data_ptr() says, in their dtype
 
 
@@ -163,6 +166,15 @@ def made_on_host() -> Iterator[None]:
         yield
 
 
+def on_host(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that runs on the host: its own tensors are made there, and a compiler does not follow it.
+
+    torch.compile(model.generate) would follow a whole loop for minutes, with its scheduler and block tables.
+    """
+    reason = "it runs on the host; compile the model's forward"
+    return cast("Callable[P, T]", torch.compiler.disable(made_on_host()(function), reason=reason))
+
+
 @contextmanager
 def torchs_defaults() -> Iterator[None]:
     """Leave the default dtype and device that a user, or transformers, has set to make a model: we compute here."""
@@ -173,10 +185,6 @@ def torchs_defaults() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
@@ -21,7 +20,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...keywords import Default
 from ...linear.quantized_model import QuantizedModel
 from ...models import learnt_prompt
-from ...tensors import made_on_host
+from ...tensors import on_host
 from ...undo.journal import original_class
 from ...undo.state import state_of
 from ..prompt_inputs import other_input
@@ -55,15 +54,12 @@ from .states_drafters import with_stock_classes
 from .users_code import code_in_passes
 
 NOT_GIVEN = Default("not given")
-# torch.compile(model.generate) would follow a whole loop, for minutes, with scheduler and block tables in it.
-by_no_compiler = torch.compiler.disable(reason="its loop runs native code; torch.compile(model) compiles forwards")
 
 
 class AcceleratedGeneration(QuantizedModel):
     """Is mixed into a patched model's class, before the original class."""
 
-    @by_no_compiler
-    @made_on_host()
+    @on_host
     def generate(self, *args: Any, speculative: Any = NOT_GIVEN, streamer: Any = None, **kwargs: Any) -> Any:
         """Generate as in transformers, with more options.
 
@@ -235,8 +231,7 @@ class AcceleratedGeneration(QuantizedModel):
         return output, None
 
     @ServesPrompts
-    @by_no_compiler
-    @made_on_host()
+    @on_host
     def generate_batch(
         self,
         inputs: Any,
