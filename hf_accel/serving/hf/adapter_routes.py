@@ -35,7 +35,8 @@ class LoadAdapter:
         try:
             await asyncio.to_thread(self.models.load_adapter, asked.lora_name, path, model=service.name)
         except UnsupportedError as error:
-            raise ApiError(400, str(error)) from error
+            # Where the server keeps its adapters is not for clients.
+            raise ApiError(400, str(error).replace(str(path), asked.lora_path)) from error
         return JSONResponse({"loaded": asked.lora_name})
 
 
