@@ -21,6 +21,7 @@ from hf_accel.kernels import cpu as kernels
 
 from .pages import BLOCK, NEEDS, PAGES, ROOT, blocks, read
 
+PACKAGE = ROOT / "hf_accel"
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"]
 
 
@@ -134,3 +135,15 @@ def test_all_examples_are_listed() -> None:
 def test_the_first_pages_are_short() -> None:
     assert len(read("README.md").splitlines()) <= 120
     assert len(read("docs/architecture.md").splitlines()) <= 90
+    assert (
+        max(len(line) for page in ("architecture", "inside") for line in read(f"docs/{page}.md").splitlines()) <= 140
+    )
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/inside.md"])
+def test_named_files_exist(page: str) -> None:
+    """Pages about the code name its files: by a path in the package, or by a name that stands somewhere in it."""
+    there = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*")}
+    named = re.findall(r"`([\w/]+(?:\.(?:py|cpp|h)|/))`", read(page))
+    missing = [name for name in named if not any(f"/{one}/".endswith(f"/{name.strip('/')}/") for one in there)]
+    assert len(named) > 15 and not [name for name in missing if not (ROOT / name).exists()]
