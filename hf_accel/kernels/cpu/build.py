@@ -52,8 +52,8 @@ LEVELS: dict[str, list[str]] = {
     "avx2_tiles": [*AVX2, "-DHFA_TILES"],
 }
 
-# Levels that differ from another one in linear kernels alone: in tiles, or in the products of bytes. Only their sources
-# are compiled, and all else is the other's machine code. See HFA_BASE in kernels.h.
+# Levels that differ from another one in linear kernels alone: in tiles, or in the products of bytes. Only the sources
+# of these are compiled, and all else is the other's machine code. See HFA_BASE in kernels.h.
 BASES = {"amx": "avx512_vnni_bf16", "avx_vnni": "avx2", "neon_i8mm": "neon_dotprod", "avx2_tiles": "avx2"}
 LINEAR = ("float_linear", "integer_linear", "mixture", "table")
 
@@ -94,7 +94,7 @@ def build(target: Path = HERE, *, sanitize: bool = False, only: Sequence[str] = 
         levels = [level for level in wanted if _accepts(compiler, level_flags(level, compiler), scratch)]
         (scratch / "levels.inc").write_text("".join(f"HFA_LEVEL({level})\n" for level in levels), encoding="utf-8")
         jobs = _jobs({level: level_flags(level, compiler) for level in levels}, scratch)
-        _compile(jobs, [*compiler, *common], scratch)
+        _compile(jobs, [*compiler, *common])
         linked = scratch / library_name(machine)
         _run([*compiler, *common, "-shared", *(str(job.made) for job in jobs), "-o", str(linked)])
         _put(linked, target / linked.name if target.is_dir() else target)
@@ -156,7 +156,7 @@ def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilatio
     return jobs
 
 
-def _compile(jobs: Sequence[Compilation], command: Sequence[str], scratch: Path) -> None:
+def _compile(jobs: Sequence[Compilation], command: Sequence[str]) -> None:
     """Run the compiler for all jobs, and say which levels are done: together they take minutes."""
     rounds = {job.level: [other for other in jobs if other.level == job.level] for job in jobs}
     _say(f"compiling {len(jobs)} files for {len(rounds) - 1} instruction sets, with {os.cpu_count()} at a time")
@@ -167,12 +167,12 @@ def _compile(jobs: Sequence[Compilation], command: Sequence[str], scratch: Path)
     try:
         for level, files in rounds.items():
             if len(files) > len(LINEAR) and level != SHARED:  # for a few it would take as long as it saves
-                headers[level] = pool.submit(_precompile, command, files[0].flags, scratch / level)
+                headers[level] = pool.submit(_precompile, command, files[0].flags, files[0].made.parent / level)
             results += [pool.submit(_compile_file, command, job, headers.get(level)) for job in files]
         for number, (level, files) in enumerate(rounds.items(), 1):
             for _ in files:
                 results.pop(0).result()
-            shutil.rmtree(scratch / level, ignore_errors=True)  # a precompiled header has 40 MB
+            shutil.rmtree(files[0].made.parent / level, ignore_errors=True)  # a precompiled header has 40 MB
             _say(f"{number} of {len(rounds)}: {level}, after {time.monotonic() - start:.0f} s")
     finally:
         pool.shutdown(cancel_futures=True)
