@@ -55,7 +55,7 @@ LEVELS: dict[str, list[str]] = {
 # Levels that differ from another one in linear kernels alone: in tiles, or in the products of bytes. Only the sources
 # of these are compiled, and all else is the other's machine code. See HFA_BASE in kernels.h.
 BASES = {"amx": "avx512_vnni_bf16", "avx_vnni": "avx2", "neon_i8mm": "neon_dotprod", "avx2_tiles": "avx2"}
-LINEAR = ("float_linear", "integer_linear", "mixture", "table")
+OWN_SOURCES = ("float_linear", "integer_linear", "mixture", "table")
 
 # The names that zig has for processors of ARM.
 ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
@@ -151,7 +151,7 @@ def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilatio
         jobs += [
             Compilation(level, source, scratch / f"{source.stem}.{level}.o", [*flags, *names])
             for source in sources
-            if base not in levels or source.stem in LINEAR
+            if base not in levels or source.stem in OWN_SOURCES
         ]
     return jobs
 
@@ -166,7 +166,7 @@ def _compile(jobs: Sequence[Compilation], command: Sequence[str]) -> None:
     results: list[Future[None]] = []
     try:
         for level, files in rounds.items():
-            if len(files) > len(LINEAR) and level != SHARED:  # for a few it would take as long as it saves
+            if len(files) > len(OWN_SOURCES) and level != SHARED:  # for a few it would take as long as it saves
                 headers[level] = pool.submit(_precompile, command, files[0].flags, files[0].made.parent / level)
             results += [pool.submit(_compile_file, command, job, headers.get(level)) for job in files]
         for number, (level, files) in enumerate(rounds.items(), 1):
@@ -184,7 +184,7 @@ def _precompile(command: Sequence[str], flags: Sequence[str], folder: Path) -> l
     header, probe = folder / "common.h", folder / "probe.cpp"
     header.write_text(f'#include "{(SOURCE / "kernels" / "common.h").resolve().as_posix()}"\n', encoding="utf-8")
     probe.touch()
-    use = ["-include", str(header)]  # gcc and clang look for the .gch beside it
+    use = ["-include", str(header)]  # gcc and clang look for the .gch next to it
     made = _succeeds([*command, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
     return use if made and _succeeds([*command, *flags, *use, "-c", str(probe), "-o", str(folder / "probe.o")]) else []
 

@@ -10,7 +10,7 @@ import pytest
 from hf_accel.kernels.cpu.build import (
     BASES,
     LEVELS,
-    LINEAR,
+    OWN_SOURCES,
     SHARED,
     SOURCE,
     BuildError,
@@ -38,7 +38,7 @@ def read_by(source: Path) -> dict[Path, str]:
 def test_only_linear_kernels_differ_between_a_level_and_its_base(source: Path) -> None:
     code = {path: text for path, text in read_by(source).items() if path.parent.name != "simd"}
     differs = any(re.search(OWN, text) or "HFA_NAMESPACE::integer_experts(" in text for text in code.values())
-    assert differs == (source.stem in LINEAR)
+    assert differs == (source.stem in OWN_SOURCES)
 
 
 def test_a_level_has_the_kernels_of_its_base(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_level_has_the_kernels_of_its_base(tmp_path: Path) -> None:
     jobs = _jobs({level: [] for level in LEVELS}, tmp_path)
     for level in LEVELS:
         own = [job for job in jobs if job.level == level]
-        assert {job.source.stem for job in own} == (set(LINEAR) if level in BASES else sources)
+        assert {job.source.stem for job in own} == (set(OWN_SOURCES) if level in BASES else sources)
         assert all((f"-DHFA_BASE=hfa_{BASES.get(level)}" in job.flags) == (level in BASES) for job in own)
         sizes = [job.source.stat().st_size for job in own]
         assert sizes == sorted(sizes, reverse=True)
