@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,11 @@ LEVELS: dict[str, list[str]] = {
     "portable": [],
     "avx2_tiles": [*AVX2, "-DHFA_TILES"],
 }
+
+# Levels that differ from another one in linear kernels alone: in tiles, or in the products of bytes. Only the sources
+# of these are compiled, and all else is the other's machine code. See HFA_BASE in kernels.h.
+BASES = {"amx": "avx512_vnni_bf16", "avx_vnni": "avx2", "neon_i8mm": "neon_dotprod", "avx2_tiles": "avx2"}
+OWN_SOURCES = ("float_linear", "integer_linear", "mixture", "table")
 
 # The names that zig has for processors of ARM.
 ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
@@ -129,35 +134,64 @@ def level_flags(level: str, compiler: Sequence[str]) -> list[str]:
 
 
 def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilation]:
-    """All files, level by level. levels: with their flags. scratch: the folder of object files, and of levels.inc."""
-    shared = [
+    """All files, level by level, the largest of a level first, so that no core waits long for the last ones.
+
+    levels: with their flags. scratch: the folder of object files, and of levels.inc.
+    """
+    jobs = [
         Compilation(SHARED, source, scratch / f"{source.stem}.o", [f"-I{scratch}"])
         for source in sorted(SOURCE.glob("*.cpp"))
     ]
-    return shared + [
-        Compilation(
-            level,
-            source,
-            scratch / f"{source.stem}.{level}.o",
-            [*flags, f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"],
-        )
-        for level, flags in levels.items()
-        for source in sorted((SOURCE / "kernels").glob("*.cpp"))
-    ]
+    sources = sorted((SOURCE / "kernels").glob("*.cpp"), key=lambda source: (-source.stat().st_size, source))
+    for level, flags in levels.items():
+        names = [f"-DHFA_NAMESPACE=hfa_{level}", f"-DHFA_TABLE=hfa_table_{level}"]
+        base = BASES.get(level)
+        if base in levels:
+            names.append(f"-DHFA_BASE=hfa_{base}")
+        jobs += [
+            Compilation(level, source, scratch / f"{source.stem}.{level}.o", [*flags, *names])
+            for source in sources
+            if base not in levels or source.stem in OWN_SOURCES
+        ]
+    return jobs
 
 
 def _compile(jobs: Sequence[Compilation], command: Sequence[str]) -> None:
     """Run the compiler for all jobs, and say which levels are done: together they take minutes."""
-    rounds = list(dict.fromkeys(job.level for job in jobs))
+    rounds = {job.level: [other for other in jobs if other.level == job.level] for job in jobs}
     _say(f"compiling {len(jobs)} files for {len(rounds) - 1} instruction sets, with {os.cpu_count()} at a time")
     start = time.monotonic()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(lambda job: _run([*command, *job.flags, "-c", str(job.source), "-o", str(job.made)]), jobs)
-        for job, following in zip(jobs, [*jobs[1:], None], strict=True):
-            next(done)
-            if following is None or following.level != job.level:
-                number = rounds.index(job.level) + 1
-                _say(f"{number} of {len(rounds)}: {job.level}, after {time.monotonic() - start:.0f} s")
+    pool = ThreadPoolExecutor(os.cpu_count())
+    headers: dict[str, Future[list[str]]] = {}
+    results: list[Future[None]] = []
+    try:
+        for level, files in rounds.items():
+            if len(files) > len(OWN_SOURCES) and level != SHARED:  # for a few it would take as long as it saves
+                headers[level] = pool.submit(_precompile, command, files[0].flags, files[0].made.parent / level)
+            results += [pool.submit(_compile_file, command, job, headers.get(level)) for job in files]
+        for number, (level, files) in enumerate(rounds.items(), 1):
+            for _ in files:
+                results.pop(0).result()
+            shutil.rmtree(files[0].made.parent / level, ignore_errors=True)  # a precompiled header has 40 MB
+            _say(f"{number} of {len(rounds)}: {level}, after {time.monotonic() - start:.0f} s")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _precompile(command: Sequence[str], flags: Sequence[str], folder: Path) -> list[str]:
+    """Precompile what the kernels of a level include, and return the flags to use it: none, if the compiler cannot."""
+    folder.mkdir()
+    header, probe = folder / "common.h", folder / "probe.cpp"
+    header.write_text(f'#include "{(SOURCE / "kernels" / "common.h").resolve().as_posix()}"\n', encoding="utf-8")
+    probe.touch()
+    use = ["-include", str(header)]  # gcc and clang look for the .gch next to it
+    made = _succeeds([*command, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return use if made and _succeeds([*command, *flags, *use, "-c", str(probe), "-o", str(folder / "probe.o")]) else []
+
+
+def _compile_file(command: Sequence[str], job: Compilation, header: Future[list[str]] | None) -> None:
+    use = header.result() if header else []
+    _run([*command, *job.flags, *use, "-c", str(job.source), "-o", str(job.made)])
 
 
 def _say(text: str) -> None:
@@ -221,6 +255,10 @@ def _accepts(compiler: Sequence[str], flags: Sequence[str], scratch: Path) -> bo
     probe = scratch / "probe.cpp"
     probe.write_text("int main() { return 0; }\n", encoding="utf-8")
     command = [*compiler, "-Werror", *flags, "-c", str(probe), "-o", str(scratch / "probe.o")]
+    return _succeeds(command)
+
+
+def _succeeds(command: Sequence[str]) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -12,13 +12,14 @@
 #endif
 
 // The name and the struct of every kernel. The C interface (api.cpp) and the table of each instruction set are made
-// from this list.
-#define HFA_KERNELS(KERNEL)               \
+// from this list. Linear kernels have forms by tiles and by products of bytes: two instruction sets may differ in them alone.
+#define HFA_LINEAR_KERNELS(KERNEL)        \
   KERNEL(integer_linear, LinearCall)      \
   KERNEL(integer_experts, ExpertsCall)    \
   KERNEL(float_linear, LinearCall)        \
   KERNEL(float_experts, ExpertsCall)      \
-  KERNEL(mixture, MixtureCall)            \
+  KERNEL(mixture, MixtureCall)
+#define HFA_OTHER_KERNELS(KERNEL)         \
   KERNEL(adapt, AdaptCall)                \
   KERNEL(pack, PackCall)                  \
   KERNEL(unpack, PackCall)                \
@@ -45,6 +46,7 @@
   KERNEL(state_scan, ScanCall)            \
   KERNEL(head_products, HeadsCall)        \
   KERNEL(samples, SamplesCall)
+#define HFA_KERNELS(KERNEL) HFA_LINEAR_KERNELS(KERNEL) HFA_OTHER_KERNELS(KERNEL)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -633,11 +635,18 @@ struct Kernels {
 
 void run_layer(const Kernels& kernels, const LayerCall& call);
 
-// The functions that each instruction set defines. The build sets HFA_NAMESPACE and HFA_TABLE for each of them.
+// The functions that each instruction set defines. The build sets HFA_NAMESPACE and HFA_TABLE for each of them. One that
+// differs from another one in linear kernels alone has all else from it: HFA_BASE is the other's namespace.
 #if defined(HFA_NAMESPACE)
-namespace HFA_NAMESPACE {
+#if !defined(HFA_BASE)
+#define HFA_BASE HFA_NAMESPACE
+#endif
 #define HFA_DECLARATION(name, Call) void name(const Call&);
+namespace HFA_BASE {
 HFA_KERNELS(HFA_DECLARATION)
-#undef HFA_DECLARATION
+}  // namespace HFA_BASE
+namespace HFA_NAMESPACE {
+HFA_LINEAR_KERNELS(HFA_DECLARATION)
 }  // namespace HFA_NAMESPACE
+#undef HFA_DECLARATION
 #endif

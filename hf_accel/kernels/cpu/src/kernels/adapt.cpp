@@ -15,8 +15,10 @@ namespace {
 constexpr int64_t PART_BLOCKS = 8;  // blocks of outputs of a task
 #if defined(HFA_AVX512)
 constexpr int MOST_SUMS = 16;  // that fit the registers
-#else
+#elif defined(HFA_AVX2) || defined(HFA_NEON)
 constexpr int MOST_SUMS = 8;
+#else
+constexpr int MOST_SUMS = 4;  // more took the compiler minutes
 #endif
 
 struct GroupRows {
@@ -34,7 +36,7 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, in
   F acc[ROWS][RANKS];
   unrolled<ROWS>([&](auto r) HFA_INLINE {
     x[r] = static_cast<const T*>(c.x) + rows[r] * c.x_stride;
-    unrolled<RANKS>([&](auto k) HFA_INLINE { acc[r][k] = zero(); });
+    unrolled<RANKS>([&](int k) HFA_INLINE { acc[r][k] = zero(); });
   });
   const int64_t size = part.rank * BLOCK;  // of a block of inputs
   const int64_t ahead = ceil_div(LINES_AHEAD, size * static_cast<int64_t>(sizeof(W))) * size;  // the same rows of a
@@ -47,7 +49,7 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, in
         const W* const from = a + k * BLOCK + at;
         if constexpr (at * sizeof(W) % 64 == 0) prefetch_l2(from + ahead);
         const auto weight = Dot::load(from);
-        unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load(x[r] + i + at)); });
+        unrolled<ROWS>([&](int r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load(x[r] + i + at)); });
       });
     });
   }
@@ -55,11 +57,11 @@ void inner_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, in
     const int n = static_cast<int>(at_most(Dot::STEP, inputs - i));
     unrolled<RANKS>([&](auto k) HFA_INLINE {
       const auto weight = Dot::load(a + k * BLOCK);
-      unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load_n(x[r] + i, n)); });
+      unrolled<ROWS>([&](int r) HFA_INLINE { acc[r][k] = Dot::dot(acc[r][k], weight, Dot::load_n(x[r] + i, n)); });
     });
   }
   unrolled<ROWS>([&](auto r) HFA_INLINE {
-    unrolled<RANKS>([&](auto k) HFA_INLINE { sums[r * stride + k] = reduce_add(acc[r][k]); });
+    unrolled<RANKS>([&](int k) HFA_INLINE { sums[r * stride + k] = reduce_add(acc[r][k]); });
   });
 }
 
@@ -86,12 +88,12 @@ template <int ROWS, int WIDE, class T, class W>
 void outer_tile(const AdaptCall& c, const int32_t* rows, const LowRank& part, const W* b, const float* sums,
                 int64_t stride, int64_t column, int64_t outputs) {
   F acc[ROWS][WIDE];
-  unrolled<ROWS>([&](auto r) HFA_INLINE { unrolled<WIDE>([&](auto w) HFA_INLINE { acc[r][w] = zero(); }); });
+  unrolled<ROWS>([&](auto r) HFA_INLINE { unrolled<WIDE>([&](int w) HFA_INLINE { acc[r][w] = zero(); }); });
   const int64_t rank = part.rank;
   for (int64_t k = 0; k < rank; ++k)
     unrolled<WIDE>([&](auto w) HFA_INLINE {
       const F weight = load_as(b + k * BLOCK + w * LANES);
-      unrolled<ROWS>([&](auto r) HFA_INLINE { acc[r][w] = fmadd(weight, set1(sums[r * stride + k]), acc[r][w]); });
+      unrolled<ROWS>([&](int r) HFA_INLINE { acc[r][w] = fmadd(weight, set1(sums[r * stride + k]), acc[r][w]); });
     });
   for (int r = 0; r < ROWS; ++r) {
     T* out = static_cast<T*>(c.out) + rows[r] * c.out_stride + column;

@@ -13,6 +13,12 @@
 
 namespace {
 
+// As FloatDot of float_tile.h, by the registers of simd/tiles.h.
+struct TileDot {
+  typedef Bf16 Number;
+  static constexpr int64_t CHUNK = 64, WHOLE_ROWS = 32;
+};
+
 constexpr int64_t TILE_INPUTS = TILE_WIDTH / 2;  // inputs of a tile
 constexpr int64_t TILE_SUMS = TILE_HEIGHT * TILE_WORDS;
 constexpr int64_t PACKED_STEPS = 16;             // tiles along the inputs that are packed at once: 16 KB of each

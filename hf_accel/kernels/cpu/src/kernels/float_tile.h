@@ -32,14 +32,6 @@ struct PairDot {
 };
 #endif
 
-#if defined(HFA_TILES)
-// The same by the registers of simd/tiles.h, which bf16_tiles.h multiplies.
-struct TileDot {
-  typedef Bf16 Number;
-  static constexpr int64_t CHUNK = 64, WHOLE_ROWS = 32;
-};
-#endif
-
 // The most rows of a tile, and the outputs of a tile for each number of rows. They are chosen so that the sums fill the
 // registers.
 #if defined(HFA_AVX512)
@@ -95,14 +87,14 @@ template <class Dot, class T, int ROWS, int WIDE>
 inline void tile(const typename Dot::Number* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t count,
                  float* sums, int64_t sums_stride, const Ahead& ahead) {
   F acc[ROWS * WIDE];
-  unrolled<ROWS * WIDE>([&](auto i) HFA_INLINE { acc[i] = zero(); });
+  unrolled<ROWS * WIDE>([&](int i) HFA_INLINE { acc[i] = zero(); });
   int64_t k = 0;
   for (; k + Dot::STEP <= count; k += Dot::STEP) {
     const char* soon = ahead.first + k * static_cast<int64_t>(sizeof(T));
     for (int i = 0; i < ahead.rows; ++i, soon += ahead.stride) prefetch_l2(soon);
     unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load(w + n * w_stride + k);
-      unrolled<ROWS>([&](auto r) HFA_INLINE {
+      unrolled<ROWS>([&](int r) HFA_INLINE {
         acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * x_stride + k));
       });
     });
@@ -110,7 +102,7 @@ inline void tile(const typename Dot::Number* x, int64_t x_stride, const T* w, in
   if (k < count)
     unrolled<WIDE>([&](auto n) HFA_INLINE {
       const auto weights = Dot::load_n(w + n * w_stride + k, static_cast<int>(count - k));
-      unrolled<ROWS>([&](auto r) HFA_INLINE {
+      unrolled<ROWS>([&](int r) HFA_INLINE {
         acc[r * WIDE + n] = Dot::dot(acc[r * WIDE + n], weights, Dot::load(x + r * x_stride + k));
       });
     });

@@ -51,10 +51,10 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
   for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
     next.fetch();
     I w[WIDE];
-    unrolled<WIDE>([&](auto v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
+    unrolled<WIDE>([&](int v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
     unrolled<ROWS>([&](auto r) HFA_INLINE {
       const I a = broadcast4(x + r * x_stride);
-      unrolled<WIDE>([&](auto v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
+      unrolled<WIDE>([&](int v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
     });
   }
 }
@@ -68,7 +68,7 @@ inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const in
     next.fetch();
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       levels.each(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, I bytes) HFA_INLINE {
-        unrolled<ROWS>([&](auto r) HFA_INLINE {
+        unrolled<ROWS>([&](int r) HFA_INLINE {
           sums[r][v] = dot4_nibbles(sums[r][v], bytes, broadcast4(x + r * x_stride + 4 * word));
         });
       });
@@ -132,7 +132,7 @@ inline void group_tile(const GroupTask& group, int start, const QuantizedRows& x
   else sum_levels<FORMAT, ROWS, WIDE>(weight, task.steps, x.row(g, r0), x.group, next, sums);
   unrolled<WIDE>([&](auto v) HFA_INLINE {
     const GroupFactors<FORMAT> factors(task, start + v * LANES);
-    unrolled<ROWS>([&](auto r) HFA_INLINE {
+    unrolled<ROWS>([&](int r) HFA_INLINE {
       float* sum = out + r * BLOCK + start + v * LANES;
       const F before = g == 0 ? zero() : load(sum);
       store(sum, add(before, mul(factors.share(sums[r][v], x_sums[r]), set1(x_scales[r]))));
@@ -224,19 +224,18 @@ void store_results(const LinearCall& call, const Matrix& matrix, int64_t b, int6
   }
 }
 
-// up: the block that the gate's is multiplied by, if there is one.
-template <int FORMAT>
-void finish(const BlockWeights<FORMAT>& weights, const BlockWeights<FORMAT>* up, const LinearCall& call, int64_t r0,
-            int64_t rows, const float* sums, const float* up_sums) {
-  const int32_t epilogue = call.linear->epilogue;
-  const OutputFactors<FORMAT> factors(weights);
+// Writes the results of block b. up_sums: of the block that the gate's is multiplied by, or null.
+void finish(const Matrix& matrix, const LinearCall& call, int64_t b, int64_t r0, int64_t rows, const float* sums,
+            const float* up_sums) {
+  const int32_t epilogue = call.linear->epilogue, format = call.linear->format;
+  const OutputFactors factors(format, matrix, b);
   for_dtype(call.out_dtype, [&](auto* null) {
     const auto store_all = [&](const auto& values) {
-      store_results<std::remove_pointer_t<decltype(null)>>(call, weights.matrix, weights.b, r0, rows, values);
+      store_results<std::remove_pointer_t<decltype(null)>>(call, matrix, b, r0, rows, values);
     };
     const auto result = [&](int64_t r, int64_t i) HFA_INLINE { return factors.results(sums + r * BLOCK, i); };
-    if (up) {
-      const OutputFactors<FORMAT> up_factors(*up);
+    if (up_sums) {
+      const OutputFactors up_factors(format, call.linear->matrices[1], b);
       store_all([&](int64_t r, int64_t i) HFA_INLINE {
         return gated(epilogue, result(r, i), up_factors.results(up_sums + r * BLOCK, i));
       });
@@ -259,7 +258,7 @@ void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& cal
     const uint8_t* const next = r + CHUNK < last ? weights.weight : next_block;
     block_chunk(weights, x, r, rows, has_gate(linear) ? up.weight : next, sums, rows > TILE_ROWS ? &call : nullptr);
     if (has_gate(linear)) block_chunk(up, x, r, rows, next, up_sums, nullptr);
-    finish(weights, has_gate(linear) ? &up : nullptr, call, r, rows, sums, up_sums);
+    finish(matrix, call, b, r, rows, sums, has_gate(linear) ? up_sums : nullptr);
   }
 }
 
@@ -277,13 +276,13 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
     if (!has_gate(linear)) {
       tile_block(weights, x, r, rows, next, sums);
-      finish<FORMAT>(weights, nullptr, call, r, rows, sums, nullptr);
+      finish(matrix, call, b, r, rows, sums, nullptr);
     } else {
       const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
       float* up_sums = static_cast<float*>(scratch<UpSums>(bytes));
       tile_block(weights, x, r, rows, up.weight, sums);
       tile_block(up, x, r, rows, next, up_sums);
-      finish(weights, &up, call, r, rows, sums, up_sums);
+      finish(matrix, call, b, r, rows, sums, up_sums);
     }
   }
 }

@@ -202,19 +202,17 @@ struct BlockWeights {
 };
 
 // What turns the sums of a block over all groups into results: these times the scales of the outputs (INT8), or divided
-// by the divisor of all scales (FP4); plus the bias.
-template <int FORMAT>
+// by the divisor of all scales (FP4); plus the bias. It is compiled once for all formats.
 struct OutputFactors {
   const float* scales = nullptr;
   const float* biases = nullptr;
   float divisor = 1.0f;
   alignas(64) float converted[BLOCK];  // biases of another dtype, or of a part of a block
 
-  explicit OutputFactors(const BlockWeights<FORMAT>& weights) {
-    const Matrix& matrix = weights.matrix;
-    const int64_t first = weights.b * BLOCK, outputs = at_most(BLOCK, matrix.out_features - first);
-    if (FORMAT == INT8) scales = static_cast<const float*>(matrix.scales) + first;
-    if (FORMAT == FP4) divisor = matrix.divisor;
+  OutputFactors(int32_t format, const Matrix& matrix, int64_t b) {
+    const int64_t first = b * BLOCK, outputs = at_most(BLOCK, matrix.out_features - first);
+    if (format == INT8) scales = static_cast<const float*>(matrix.scales) + first;
+    if (format == FP4) divisor = matrix.divisor;
     if (!matrix.bias) return;
     biases = converted;
     if (matrix.bias_dtype == F32 && outputs == BLOCK) biases = static_cast<const float*>(matrix.bias) + first;
@@ -227,8 +225,8 @@ struct OutputFactors {
   // LANES results from output i of the block on.
   inline HFA_INLINE F results(const float* sums, int64_t i) const {
     F value = load(sums + i);
-    if (FORMAT == INT8) value = mul(value, load(scales + i));
-    if (FORMAT == FP4 && divisor != 1.0f) value = div(value, set1(divisor));
+    if (scales) value = mul(value, load(scales + i));
+    else if (divisor != 1.0f) value = div(value, set1(divisor));
     return biases ? add(value, load(biases + i)) : value;
   }
 };

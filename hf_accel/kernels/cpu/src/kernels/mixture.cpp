@@ -55,8 +55,8 @@ template <class T>
 void activate_rows(const MixtureCall& c, const T* x, T* out, int64_t wide, int64_t size) {
   const int64_t rows = c.tokens * c.top_k;
   if (c.gate != GATE_CLAMPED)
-    return HFA_NAMESPACE::activate({x, c.gate == GATE_HALVES ? x + size : nullptr, out, wide, wide, size, rows, size,
-                                    c.activation, c.dtype, c.dtype, c.threads});
+    return HFA_BASE::activate({x, c.gate == GATE_HALVES ? x + size : nullptr, out, wide, wide, size, rows, size,
+                               c.activation, c.dtype, c.dtype, c.threads});
   parallel_for(ceil_div(rows, PART), c.threads, [&](int64_t part) {
     for (int64_t r = part * PART; r < at_most(rows, (part + 1) * PART); ++r)
       clamped_row(c, x + r * wide, out + r * size, size);

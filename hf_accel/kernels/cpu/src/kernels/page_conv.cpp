@@ -3,6 +3,7 @@
 #include "../kernels.h"
 #include "../parallel.h"
 #include "any_dtype.h"
+#include "channel_weights.h"
 
 namespace {
 
@@ -19,15 +20,7 @@ void channels(const PageConvCall& c, int64_t sequence, const T* pages, int64_t f
     const int64_t slot = table[place / c.block_size] * c.block_size + place % c.block_size;
     return load_upto(pages + slot * c.half + channel, n);
   };
-  for_dtype(c.weight_dtype, [&](auto* null) {
-    using W = std::remove_pointer_t<decltype(null)>;
-    const W* weight = static_cast<const W*>(c.weight) + (first + channel) * c.length;
-    for (int64_t j = 0; j < c.length; ++j)
-      for (int64_t lane = 0; lane < LANES; ++lane)
-        weights[j * LANES + lane] = lane < n ? to_float(weight[lane * c.length + j]) : 0.0f;
-    const W* bias = static_cast<const W*>(c.bias);
-    store(weights + c.length * LANES, bias ? load_upto(bias + first + channel, n) : zero());
-  });
+  copy_weights(c.weight, c.bias, c.weight_dtype, first + channel, c.length, n, weights);
   for (int64_t t = begin; t < end; ++t) {
     const int64_t oldest = c.kv_len[sequence] - (end - t) - (c.length - 1);
     F sum = mul(input(oldest), load(weights));

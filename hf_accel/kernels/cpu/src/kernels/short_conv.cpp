@@ -4,6 +4,7 @@
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
+#include "channel_weights.h"
 
 namespace {
 
@@ -19,14 +20,7 @@ void channels(const ConvCall& c, int64_t sequence, int64_t channel, float* weigh
     if (t >= first) return load_upto(x + t * c.x_stride, n);
     return c.before[sequence] < 0 ? zero() : load_upto(page(c.before[sequence], kept + t - first), n);
   };
-  for_dtype(c.weight_dtype, [&](auto* null) {
-    const auto* weight = static_cast<const std::remove_pointer_t<decltype(null)>*>(c.weight) + channel * c.length;
-    for (int64_t j = 0; j < c.length; ++j)
-      for (int64_t lane = 0; lane < LANES; ++lane)
-        weights[j * LANES + lane] = lane < n ? to_float(weight[lane * c.length + j]) : 0.0f;
-    const auto* bias = static_cast<decltype(weight)>(c.bias);
-    store(weights + c.length * LANES, bias ? load_upto(bias + channel, n) : zero());
-  });
+  copy_weights(c.weight, c.bias, c.weight_dtype, channel, c.length, n, weights);
   for (int64_t t = first; t < c.starts[sequence + 1]; ++t) {
     F sum = mul(input(t - kept), load(weights));
     for (int64_t j = 1; j < c.length; ++j) sum = add(sum, mul(input(t - kept + j), load(weights + j * LANES)));

@@ -15,5 +15,6 @@ const char* refused() {
 
 }  // namespace
 
-#define HFA_ENTRY(name, Call) HFA_NAMESPACE::name,
-extern const Kernels HFA_TABLE = {refused, HFA_KERNELS(HFA_ENTRY)};
+#define HFA_OWN(name, Call) HFA_NAMESPACE::name,
+#define HFA_SHARED(name, Call) HFA_BASE::name,
+extern const Kernels HFA_TABLE = {refused, HFA_LINEAR_KERNELS(HFA_OWN) HFA_OTHER_KERNELS(HFA_SHARED)};

@@ -23,6 +23,8 @@
 //   store_bytes, sub_bytes  (where a level with tiles is made of it) the bytes of I
 #pragma once
 
+#include <utility>
+
 #include "../types.h"
 
 // For what must stay in registers: as a kernel's file grows, gcc stops inlining what it inlined before.
@@ -55,16 +57,19 @@ constexpr int DOT4_OFFSET = 128;
 constexpr int DOT4_OFFSET = 0;
 #endif
 
-// Calls f(0), f(1), ... f(COUNT - 1). The arguments are constants, so that arrays indexed by them stay in registers.
+// Calls f(0), f(1), ... f(COUNT - 1). The arguments are constants, so that arrays indexed by them stay in registers; an f
+// of nothing within it takes an int, which is one as well when f is inlined: f(auto) is compiled once for each of them.
 // (In a loop, gcc would keep the array in memory, because it unrolls loops too late.)
 template <int VALUE> struct Constant { constexpr operator int() const { return VALUE; } };
 
+template <class Function, int... INDEX>
+inline HFA_INLINE void call_with_each(const Function& f, std::integer_sequence<int, INDEX...>) {
+  (f(Constant<INDEX>{}), ...);
+}
+
 template <int COUNT, class Function>
 inline HFA_INLINE void unrolled(const Function& f) {
-  if constexpr (COUNT > 0) {
-    unrolled<COUNT - 1>(f);
-    f(Constant<COUNT - 1>{});
-  }
+  call_with_each(f, std::make_integer_sequence<int, COUNT>{});
 }
 
 // exp(x) with a relative error below 2e-7. It is 0 below -87.3, so that masked scores of -inf have no weight. NaN stays

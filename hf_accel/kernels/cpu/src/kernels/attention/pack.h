@@ -88,26 +88,36 @@ inline void prefetch_ahead(const uint8_t* const* rows, int64_t i, int64_t count,
 }
 
 // Reads LANES words, from `word` on, of each of LANES keys, and transposes them: lane j of x[i] is word i of key j.
-template <class W, class T>
+// WHOLE: whether the keys have as many words, so that nothing of their end is compiled.
+template <class W, class T, bool WHOLE = false>
 inline HFA_INLINE void load_keys(const KeyRows& rows, int64_t vector, int64_t word, int64_t dim, F (&x)[LANES]) {
   const uint8_t* const* row = rows.k + vector * LANES;
+  const int64_t count = WHOLE ? W::STEP * LANES : dim - word * W::STEP;
   for (int i = 0; i < LANES; ++i)
     if constexpr (std::is_same<T, Int4>::value)
-      x[i] = row[i] ? W::load_shifted(reinterpret_cast<const T*>(row[i]) + word * W::STEP / 2, dim - word * W::STEP,
+      x[i] = row[i] ? W::load_shifted(reinterpret_cast<const T*>(row[i]) + word * W::STEP / 2, count,
                                       set1(rows.k_shifts[vector * LANES + i])) : zero();
     else
-      x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, dim - word * W::STEP) : zero();
+      x[i] = row[i] ? W::load(reinterpret_cast<const T*>(row[i]) + word * W::STEP, count) : zero();
   transpose(x);
 }
 
-// Reads values from `column` on of the keys of one word.
+// The same for keys that end before. It is compiled once for all numbers of rows.
 template <class W, class T>
+__attribute__((noinline)) void load_last_keys(const KeyRows& rows, int64_t vector, int64_t word, int64_t dim,
+                                              F (&x)[LANES]) {
+  load_keys<W, T>(rows, vector, word, dim, x);
+}
+
+// Reads values from `column` on of the keys of one word.
+template <class W, class T, bool WHOLE = false>
 inline HFA_INLINE void load_values(const KeyRows& rows, int64_t word, int64_t column, int64_t dim, F (&x)[W::STEP]) {
   const T* const* typed = reinterpret_cast<const T* const*>(rows.v + word * W::STEP);
+  const int64_t count = WHOLE ? W::STEP * LANES : dim - column;
   if constexpr (std::is_same<T, Int4>::value)
-    W::interleave(typed, column, dim - column, x, rows.v_shifts + word * W::STEP);
+    W::interleave(typed, column, count, x, rows.v_shifts + word * W::STEP);
   else
-    W::interleave(typed, column, dim - column, x);
+    W::interleave(typed, column, count, x);
 }
 
 template <class W, class T>

@@ -16,18 +16,20 @@ struct UnpackedRows {
     for (int64_t vector = first; vector < last; ++vector) {
       prefetch_ahead(rows.k, vector * LANES, LANES, last * LANES, bytes_of<T>(dim));
       F sums[R];
-      unrolled<R>([&](auto r) HFA_INLINE { sums[r] = zero(); });
-      for (int64_t word = 0; word < words; word += LANES) {
+      unrolled<R>([&](int r) HFA_INLINE { sums[r] = zero(); });
+      const auto add_word = [&](int64_t word, F keys) HFA_INLINE {
+        unrolled<R>([&](int r) HFA_INLINE { sums[r] = W::dot(sums[r], set1(q.data[r * q.stride + word]), keys); });
+      };
+      int64_t word = 0;
+      for (; (word + LANES) * W::STEP <= dim; word += LANES) {
         F x[LANES];
-        load_keys<W, T>(rows, vector, word, dim, x);
-        const auto add_word = [&](auto i) HFA_INLINE {
-          unrolled<R>([&](auto r) HFA_INLINE {
-            sums[r] = W::dot(sums[r], set1(q.data[r * q.stride + word + i]), x[i]);
-          });
-        };
-        if (words - word >= LANES) unrolled<LANES>(add_word);
-        else
-          for (int64_t i = 0; i < words - word; ++i) add_word(i);
+        load_keys<W, T, true>(rows, vector, word, dim, x);
+        unrolled<LANES>([&](auto i) HFA_INLINE { add_word(word + i, x[i]); });
+      }
+      if (word < words) {
+        F last[LANES];
+        load_last_keys<W, T>(rows, vector, word, dim, last);
+        for (int64_t i = 0; word + i < words; ++i) add_word(word + i, last[i]);
       }
       unrolled<R>([&](auto r) HFA_INLINE { store(out + r * out_stride + vector * LANES, sums[r]); });
     }
@@ -38,13 +40,14 @@ struct UnpackedRows {
     constexpr int WIDE = R <= 4 ? 2 : 1;  // so that the sums have room in the registers
     constexpr int64_t COLUMNS = W::STEP * LANES;
     int64_t column = 0;
-    for (; column + (WIDE - 1) * COLUMNS < dim; column += WIDE * COLUMNS)
-      columns<WIDE>(weights, rows, keys, column, dim, out + column, out_stride);
-    for (; column < dim; column += COLUMNS) columns<1>(weights, rows, keys, column, dim, out + column, out_stride);
+    for (; column + WIDE * COLUMNS <= dim; column += WIDE * COLUMNS)
+      columns<WIDE, true>(weights, rows, keys, column, dim, out + column, out_stride);
+    for (; column < dim; column += COLUMNS)
+      columns<1, false>(weights, rows, keys, column, dim, out + column, out_stride);
   }
 
-  // The same for WIDE * STEP vectors of columns from `column` on.
-  template <int WIDE>
+  // The same for WIDE * STEP vectors of columns from `column` on. WHOLE: whether the values have as many.
+  template <int WIDE, bool WHOLE>
   static void columns(Words weights, const KeyRows& rows, Range keys, int64_t column, int64_t dim, float* out,
                       int64_t out_stride) {
     constexpr int VECTORS = WIDE * W::STEP;
@@ -54,7 +57,7 @@ struct UnpackedRows {
       if (column == 0) prefetch_ahead(rows.v, word * W::STEP, W::STEP, keys.last, bytes_of<T>(dim));
       unrolled<WIDE>([&](auto wide) HFA_INLINE {
         F x[W::STEP];
-        load_values<W, T>(rows, word, column + wide * W::STEP * LANES, dim, x);
+        load_values<W, T, WHOLE>(rows, word, column + wide * W::STEP * LANES, dim, x);
         unrolled<R>([&](auto r) HFA_INLINE {
           const F weight = set1(weights.data[r * weights.stride + word]);
           unrolled<W::STEP>([&](auto i) HFA_INLINE {
