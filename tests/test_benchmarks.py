@@ -60,6 +60,7 @@ from benchmarks.topics import (
     http_load,
     isa,
     kinds,
+    kv,
     ladder,
     memory,
     never_slower,
@@ -252,6 +253,7 @@ def measure_topics(out: Path, topics: tuple[str, ...]) -> None:
             patch.setattr(encoders, name, value)
         for name, value in {"SIZES": sizes, "STEPS": 16, "TESTED": 256}.items():
             patch.setattr(encoder_accuracy, name, value)
+        patch.setattr(kv, "lengths", lambda wanted, most: [256])
         patch.setattr(structured, "MOST_TOKENS", 16)
         patch.setattr(structured, "coverage", partial(structured.coverage, count=12))
         few = (experts.Shape(4, 2, 64, 32, 1), experts.Shape(8, 3, 32, 64, 2))

@@ -216,7 +216,7 @@ def drawn(path: Path) -> None:
 def test_draft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     few_modules(("json", "email", "asyncio"), tmp_path / "stdlib", monkeypatch=monkeypatch)
-    run("draft", "--steps", "2", "--measured", "128", monkeypatch=monkeypatch)
+    run("draft", "--steps", "1", "--measured", "48", monkeypatch=monkeypatch)
     out = capsys.readouterr().out
     assert out.count("acceptance at temperature 1 on the dataset's text") == 2  # before and after
     assert "same tokens as without a draft: True" in out

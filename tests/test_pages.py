@@ -48,13 +48,15 @@ def test_no_block_is_overlooked() -> None:
 def test_snippets_run_in_order_and_print_what_is_shown(
     page: str, clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=64))
+    monkeypatch.setattr(draft, "measure_acceptance", partial(draft.measure_acceptance, max_tokens=24))
     namespace: dict[str, Any] = {"__name__": page}
     for block in blocks(page, "python"):
         if block.needs:
             continue
         # a step in bfloat16 takes seconds on a CPU that has no instructions for it, and one shows as much as four
-        printed = run(block.code.replace("max_steps=4", "max_steps=1"), namespace)
+        code = block.code.replace("max_steps=4", "max_steps=1")
+        code = code.replace("distill_draft(teacher, rows, ", "distill_draft(teacher, rows, batch_size=2, ")
+        printed = run(code, namespace)
         if block.shown:
             assert doctest.OutputChecker().check_output(block.shown, printed, doctest.ELLIPSIS), printed
 

@@ -3,7 +3,9 @@
 Nothing is measured at import.
 """
 
-from .device import ISA_LEVELS, Hardware, detect, float_peak, read_bandwidth, trim
+from .device import ISA_LEVELS, Hardware, bandwidth_here, detect, float_peak, read_bandwidth, trim
 from .file_pages import release
 
-__all__ = ["ISA_LEVELS", "Hardware", "detect", "float_peak", "read_bandwidth", "release", "trim"]
+__all__ = [
+    "ISA_LEVELS", "Hardware", "bandwidth_here", "detect", "float_peak", "read_bandwidth", "release", "trim",
+]  # fmt: skip

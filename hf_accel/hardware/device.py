@@ -296,6 +296,15 @@ def _fp8_peak(device: str) -> float | None:
 
 
 @lru_cache
+def bandwidth_here(device: str, threads: int) -> float:
+    """Return read_bandwidth of a device as it was found at the first question, for that number of torch's threads.
+
+    Each question else reads what memory is free now, of which the speed does not depend.
+    """
+    return read_bandwidth(detect(device))
+
+
+@lru_cache
 def _read_bandwidth(device: str, nbytes: int, threads: int) -> float:
     # In large pages, as packed weights are; ones, because pages of zeros may be one page.
     is_host = torch.device(device).type == "cpu"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ from ..fused.modules import refusal as refuses_operators
 from ..fused.projections import UNLIMITED, native_rows
 from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
-from ..hardware import detect, read_bandwidth
+from ..hardware import bandwidth_here
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, QuantModule, Workers
@@ -86,7 +87,7 @@ def make_plan(
     stock_loop = _stock_loop(inner, config, stock_cache)
     context = context_parallel(inner, config, stock_attention or stock_loop) if config.context_parallel else None
     before = parameter_bytes([*inner.parameters(), *inner.buffers()])
-    bandwidth = read_bandwidth(detect(model_device(inner)))
+    bandwidth = bandwidth_here(str(model_device(inner)), torch.get_num_threads())
     read_before, read_after = _bytes_read(inner, ()), _bytes_read(inner, linears)
     form = decoder_form(inner, stock_cache, stock_loop)
     over_pages, states = ((), {}) if stock_loop or context else (attention, kept_states(inner))

@@ -13,8 +13,6 @@ from .models import Family, families
 RAGGED = ("greedy", "sampling", "prompt lookup", "assistant", "cache asked for", "int8 greedy")
 FAST = {  # and what must stay on hf_accel's own path
     Family("causal", "llama", "LlamaForCausalLM"): RAGGED,
-    Family("causal", "diffllama", "DiffLlamaForCausalLM"): ("int8 forward",),
-    Family("causal", "jamba", "JambaForCausalLM"): ("int8 forward",),
     Family("vision", "llava", "LlavaForConditionalGeneration"): ("forward", *RAGGED),
     Family("seq2seq", "t5", "T5ForConditionalGeneration"): ("int8 forward",),
     Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
@@ -27,7 +25,10 @@ MORE = dict.fromkeys(  # which tests/parity compares in much the same ways
         Family("causal", "mixtral", "MixtralForCausalLM"),
     ],
     RAGGED,
-)
+) | {
+    Family("causal", "diffllama", "DiffLlamaForCausalLM"): ("int8 forward",),
+    Family("causal", "jamba", "JambaForCausalLM"): ("int8 forward",),
+}
 OLDER = {  # what the oldest supported transformers, 5.17, cannot show
     "llava": "its config does not declare its parts, so no tiny one can be made",
 }

@@ -83,6 +83,7 @@ def test_padded_batches_samples_and_preemption(kind: str) -> None:
     check_forks(hf_accel.patch(model_of(kind), weights=None))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "weights"),

@@ -295,6 +295,7 @@ def test_a_changed_expansion_is_run_by_its_own_code(how: str) -> None:
     (torch.float32, {"bits": 4, "group_size": 32}),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["MiniCPM3", "DeepseekV3", "DeepseekV2"])
+@pytest.mark.covering(1)
 def test_a_native_call_has_the_bits_of_the_modules(kind: str, dtype: torch.dtype, weights: Any) -> None:
     if hf_accel.kernels.cpu.refusal() is not None:
         pytest.skip("a layer runs module by module without the kernels")

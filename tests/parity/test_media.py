@@ -87,6 +87,12 @@ def patched(name: str, **settings: Any) -> Any:
     return hf_accel.patch(fresh(name), weights=None, **settings)
 
 
+@cache
+def kept(name: str) -> Any:
+    """A patched model that no test changes."""
+    return patched(name)
+
+
 def prompt(name: str, row: int, words: tuple[int, ...] = ()) -> dict[str, Tensor]:
     """What a processor makes for one row: without padding, and with more words behind it."""
     given = dict(alone_with_medium(stock(name)[1], row))
@@ -120,7 +126,7 @@ def loop(model: Any) -> str:
 @pytest.mark.parametrize("name", [*CLASSES, NOISY, *ENCODING])
 @pytest.mark.parametrize("settings", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 5}], ids=str)
 def test_a_padded_batch(name: str, settings: dict[str, Any]) -> None:
-    model, given = patched(name), stock(name)[1]
+    model, given = kept(name), stock(name)[1]
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **settings}
     torch.manual_seed(0)
     with by_stock_alone():
@@ -136,14 +142,18 @@ def test_requests_together_with_and_without_media(name: str) -> None:
     """The last two are texts, as a list and as a dict."""
     prompts = [prompt(name, row) for row in (0, 1, 2, 0)] + [{"input_ids": torch.tensor([[5, 9, 7, 11, 6]])}]
     wanted = [expected(name, each) for each in prompts]
-    found = patched(name).generate_batch([*prompts, [5, 9, 7, 11, 6]], max_new_tokens=NEW_TOKENS, do_sample=False)
+    found = kept(name).generate_batch([*prompts, [5, 9, 7, 11, 6]], max_new_tokens=NEW_TOKENS, do_sample=False)
     assert [output.error for output in found.values()] == [None] * 6
     assert [output.generated_tokens for output in found.values()] == [*wanted, wanted[-1]]
     assert wanted[0] != wanted[1] or name in FAINT
 
 
 @pytest.mark.parametrize(
-    "name", [LLAVA, QWEN, GEMMA, PALI, STACK, LAYERED, UNIFIED, CROSSED, COUNTED, VOXTRAL, HEARING]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in (LLAVA, QWEN, GEMMA)),  # test_programmes plays one
+        *(PALI, STACK, LAYERED, UNIFIED, CROSSED, COUNTED, VOXTRAL, HEARING),
+    ],
 )
 @pytest.mark.parametrize("seed", seeds(1, 40))
 def test_random_programmes_of_requests(name: str, seed: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -159,22 +160,27 @@ def model_of(kind: str) -> Any:
     return model
 
 
+@cache
+def both(kind: str) -> tuple[Any, Any]:
+    """A stock model, and the same one patched, which no test changes."""
+    return model_of(kind), hf_accel.patch(model_of(kind), weights=None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
-    model = model_of(kind)
+    model, ours = both(kind)
     expected = [alone(model, prompt) for prompt in PROMPTS]
     ids, mask = padded("left")
     whole = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     torch.manual_seed(5)
     drawn = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True)
-    hf_accel.patch(model, weights=None)
-    assert [alone(model, prompt) for prompt in PROMPTS[:2]] == expected[:2]
-    check_loop(model, older=OLDER)
-    assert together(model) == expected
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
-    check_loop(model, older=OLDER)
+    assert [alone(ours, prompt) for prompt in PROMPTS[:2]] == expected[:2]
+    check_loop(ours, older=OLDER)
+    assert together(ours) == expected
+    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
+    check_loop(ours, older=OLDER)
     torch.manual_seed(5)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), drawn)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=True), drawn)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}], ids=str)
@@ -211,11 +217,10 @@ def test_preemption_and_shared_prefixes(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*FEW, *CHANGED, "gpt_neox_japanese"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, Any]) -> None:
-    model = model_of(kind)
+    model, ours = both(kind)
     ids, mask = padded("left") if "num_beams" in settings else (torch.tensor(PROMPTS[:1]), None)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
-    hf_accel.patch(model, weights=None)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
+    out = ours.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **settings)
     assert torch.equal(out, expected)
 
 
@@ -224,13 +229,12 @@ def test_transformers_own_loops_run_over_pages(kind: str, settings: dict[str, An
 @pytest.mark.parametrize("cuts", [[40], [13, 1, 1, 25]])
 @torch.no_grad()
 def test_passes_over_a_paged_cache(kind: str, cuts: list[int]) -> None:
-    model = model_of(kind)
+    model, ours = both(kind)
     ids = torch.randint(1, VOCABULARY, (3, 40))
     mask = torch.ones_like(ids)
     mask[1, :5] = mask[2, :11] = 0
     expected = in_passes(model, ids, mask, cuts, cache=None)
-    hf_accel.patch(model, weights=None)
-    found = in_passes(model, ids, mask, cuts, cache=PagedCache(model.config))
+    found = in_passes(ours, ids, mask, cuts, cache=PagedCache(ours.config))
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
 

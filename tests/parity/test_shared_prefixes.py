@@ -78,6 +78,8 @@ GIVEN_AGAIN = [
 ]
 
 ALONE = "mamba2"  # keeps states alone, so that nothing says where prompts part
+# test_programmes plays requests of these, or of the same kind of state
+PLAYED = ("windows and full", "convolutions", "states", "falcon_h1", "gated units")
 
 
 def chats(seed: int, count: int = 6) -> list[list[int]]:
@@ -110,7 +112,14 @@ def test_later_requests_go_on_behind_what_others_have_computed(kind: str) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[*case.marks, *([pytest.mark.long] if kind in PLAYED else [])])
+        for case in KINDS
+        for kind in case.values
+    ],
+)
 def test_random_programmes_of_requests(kind: str, seed: int) -> None:
     """Chunks, preemption, samples, drafts and cancels, over blocks that are too few to keep everything."""
     numbers = random.Random(seed)

@@ -84,6 +84,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "settings", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}], ids=str

@@ -107,6 +107,7 @@ def test_the_model_is_that_of_patch(
     assert torch.equal(*generated)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatch_reads_the_float_weights(family: str, threads: int, tmp_path: Path) -> None:
     save(family, tmp_path)

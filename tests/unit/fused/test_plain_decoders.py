@@ -104,7 +104,7 @@ def test_numbers_of_the_modules_one_by_one(name: str, weights: Any) -> None:
     if weights is None:
         near_the_modules(model)
         ids = torch.tensor(PROMPTS[:1])
-        options = {"max_new_tokens": 24, "do_sample": False}
+        options = {"max_new_tokens": 8, "do_sample": False}
         assert model.generate(ids, **options).tolist() == stock.generate(ids, **options).tolist()
     else:
         roughly_the_modules(model, 0.03)

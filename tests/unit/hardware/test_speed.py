@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hf_accel.hardware import detect, device, float_peak, read_bandwidth
+from hf_accel.hardware import bandwidth_here, detect, device, float_peak, read_bandwidth
 
 MIB = 2**20
 CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory=10**12)
@@ -14,10 +14,10 @@ CPU = dataclasses.replace(detect(), l2_bytes=MIB, l3_bytes=32 * MIB, free_memory
 
 @pytest.fixture(autouse=True)
 def forget():
-    for cached in (device._read_bandwidth, device._float_peak):
+    for cached in (device._read_bandwidth, device._float_peak, bandwidth_here):
         cached.cache_clear()
     yield
-    for cached in (device._read_bandwidth, device._float_peak):
+    for cached in (device._read_bandwidth, device._float_peak, bandwidth_here):
         cached.cache_clear()
 
 
@@ -29,10 +29,10 @@ def clock(monkeypatch):
     def fake(run, device):
         run()
         calls.append(device)
-        return 0.25
+        return fake.seconds
 
     monkeypatch.setattr(device, "least_seconds", fake)
-    fake.calls = calls
+    fake.calls, fake.seconds = calls, 0.25
     return fake
 
 
@@ -48,6 +48,19 @@ def test_bandwidth_is_measured_once_per_thread_count(clock, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     read_bandwidth(CPU)
     assert len(clock.calls) == 2
+
+
+def test_a_plan_asks_the_machine_once_per_thread_count(clock, monkeypatch):
+    """Another number of threads reads at another speed, whatever was measured before."""
+    asked = []
+    monkeypatch.setattr(device, "detect", lambda name: asked.append(name) or CPU)
+    assert [bandwidth_here("cpu", 1) for _ in range(3)] == [256 * MIB / 0.25] * 3
+    assert asked == ["cpu"] and len(clock.calls) == 1
+    clock.seconds = 0.5
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert bandwidth_here("cpu", 2) == 256 * MIB / 0.5
+    assert bandwidth_here("cpu", 1) == 256 * MIB / 0.25
+    assert len(asked) == len(clock.calls) == 2
 
 
 @pytest.mark.parametrize(

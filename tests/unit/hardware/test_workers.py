@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
 from hf_accel.linear import Workers
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
 
 
 def results(workers: Workers[int], jobs: list) -> list[int]:
@@ -52,8 +61,7 @@ def test_one_thread_is_the_caller_s() -> None:
         assert workers.put(threading.get_ident) == [threading.get_ident()]
 
 
-def test_threads_share_torch_s_and_leave_the_caller_its_own() -> None:
-    torch.set_num_threads(4)  # the fixture sets it back
+def test_threads_share_torch_s_and_leave_the_caller_its_own(four_threads: None) -> None:
     seen: list[int] = []
     with Workers[int](2) as workers:
         assert results(workers, [torch.get_num_threads] * 6) == [2] * 6

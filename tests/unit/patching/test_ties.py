@@ -93,9 +93,13 @@ def logits(model: PreTrainedModel) -> Tensor:
 CASES = [(name, keywords) for name in MAKE for keywords in ("default", "no head")]
 CASES += [("t5", "skip"), ("llama", "skip"), ("bert", "skip decoder")]
 CASES += [(name, "int4") for name in ("t5", "bert", "llama")]
+# Where the head stays as it is, these have the ties of T5, BART, BERT and LLaMA.
+SAME = [(name, "no head") for name in ("umt5", "marian", "roberta", "albert", "mamba", "gpt")]
 
 
-@pytest.mark.parametrize(("name", "keywords"), CASES)
+@pytest.mark.parametrize(
+    ("name", "keywords"), [pytest.param(*case, marks=pytest.mark.long if case in SAME else ()) for case in CASES]
+)
 def test_saved_quantized_and_loaded(name: str, keywords: str, tmp_path: Path) -> None:
     model = make(name)
     kind, stock, ties = type(model), logits(model), dict(model.all_tied_weights_keys)

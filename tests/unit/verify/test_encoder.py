@@ -73,6 +73,7 @@ def passes(certificate: hf_accel.Certificate) -> list[PassVerdict]:
 @pytest.mark.filterwarnings("ignore:.*bos_token_id.*")
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("make", BATCHES, ids=lambda make: make.__name__)
+@pytest.mark.covering(1)
 def test_what_is_computed_right_is_certified(make: Any, weights: Any) -> None:
     model = hf_accel.patch(made(make), weights=weights)
     certificate = hf_accel.verify(model, reference=made(make))

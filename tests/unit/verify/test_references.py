@@ -107,6 +107,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_quantized_reference_computes_the_same(family: str, settings: dict[str, Any]) -> None:
