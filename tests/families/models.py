@@ -161,7 +161,9 @@ def _runs(model: PreTrainedModel) -> bool:
     try:
         if model.can_generate():
             model.generate(**batch, max_new_tokens=3, do_sample=False)
-        more = {"decoder_input_ids": decoder_prompts(len(batch["input_ids"]))} if model.config.is_encoder_decoder else {}
+        more = (
+            {"decoder_input_ids": decoder_prompts(len(batch["input_ids"]))} if model.config.is_encoder_decoder else {}
+        )
         output = model(**batch, **more)
     except Exception:
         return False

@@ -17,7 +17,12 @@ from .variants import Draws, Group, largest_fitting
 
 FEATURES = ["forward", "steps", "greedy", "generate_batch"]
 # Of each kind of state or settings one, by a number that draws what the others do not.
-SHORT = [("Qwen3NextForCausalLM", 1), ("DeepseekV3ForCausalLM", 3), ("NemotronHForCausalLM", 1), ("Gemma4ForCausalLM", 2)]
+SHORT = [
+    ("Qwen3NextForCausalLM", 1),
+    ("DeepseekV3ForCausalLM", 3),
+    ("NemotronHForCausalLM", 1),
+    ("Gemma4ForCausalLM", 2),
+]
 MANY = ["FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "Lfm2MoeForCausalLM", "Zamba2ForCausalLM"]
 MANY += ["Glm4MoeForCausalLM", "Gemma3nForCausalLM", "Llama4ForCausalLM", "MptForCausalLM"]
 
@@ -127,4 +132,6 @@ def _answers_as_stock(name: str, number: int) -> None:
         pytest.skip(f"this transformers has no {name}")
     one = replace(family(name), variant=number)
     found = dict(outcomes(one, FEATURES))
-    assert {feature: result for feature, result in found.items() if result.word in (*FAULTS, "build")} == {}, drawn(one)
+    assert {feature: result for feature, result in found.items() if result.word in (*FAULTS, "build")} == {}, drawn(
+        one
+    )

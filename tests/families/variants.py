@@ -82,7 +82,8 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 ) | {
     "*_multiplier": (1.0, 0.5, 1.7), "logits_scaling": (1.0, 0.5, 1.7), "mlp_multipliers": ([1.0, 1.0], [0.7, 1.3]),
     "ssm_multipliers": ([1.0] * 5, [0.5, 0.8, 1.1, 1.4, 0.9]), "attention_multiplier": (0.1, 0.25),
-    "*rout*_scaling_factor": (1.0, 0.5, 1.7), "route_scale": (1.0, 0.5, 1.7), "attention_value_scale": (None, 0.7, 1.5),
+    "*rout*_scaling_factor": (1.0, 0.5, 1.7), "route_scale": (1.0, 0.5, 1.7),
+    "attention_value_scale": (None, 0.7, 1.5),
     "full_attn_*_factor": (1.0, 0.8, 1.3), "linear_attn_*_factor": (1.0, 0.8, 1.3), "mlp_*_factor": (1.0, 0.8, 1.3),
     "scale_emb": (1, 2, 12), "scale_depth": (1.0, 1.4), "dim_model_base": (16, 32, 64), "embedding_scale": (None, 4.0),
     "query_pre_attn_scalar": (8, 16, 50), "q_lora_rank": (None, 24, 32), "o_lora_rank": (16, 32),
@@ -102,13 +103,15 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "word_embed_proj_dim": (32, 64), "num_ln_in_parallel_attn": (None, 1, 2), "alibi_bias_max": (4, 8),
     "softmax_scale": (None, 0.1), "expansion_ratio": (2, 4), "altup_num_inputs": (2, 3, 4), "laurel_rank": (4, 8),
     "altup_coef_clip": (None, 0.5, 120.0), "block_multiple_of": (8, 32), "block_ffn_dim_multiplier": (1.0, 1.3),
-    "expert_layer_period": (1, 2), "expert_layer_offset": (0, 1), "decoder_sparse_step": (1, 2), "mlp_only_layers": ([], [0], [1]),
+    "expert_layer_period": (1, 2), "expert_layer_offset": (0, 1), "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([], [0], [1]),
     "interleave_moe_layer_step": (1, 2), "moe_layer_start_index": (0, 1), "moe_layer_interval": (1, 2),
     "moe_layer_end_index": (0, 1), "sliding_window_pattern": (1, 2, 3), "global_attn_every_n_layers": (1, 2, 3),
     "scoring_func": ("softmax", "sigmoid", "sqrtsoftplus"), "score_function": ("softmax", "sigmoid"),
     "expert_selection_fn": ("softmax", "sigmoid"), "shared_expert_combination_strategy": ("sum", "average"),
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"), "router_jitter_noise": (0.0,),
-    "adapter_rank": (4, 8), "num_mem_blocks": (1, 2), "num_memory_blocks": (1, 2), "position_embedding_type": (None, "rope"),
+    "adapter_rank": (4, 8), "num_mem_blocks": (1, 2), "num_memory_blocks": (1, 2),
+    "position_embedding_type": (None, "rope"),
     "hc_mult": (2, 4), "swa_head_dim": (8, 16, 24), "swa_v_head_dim": (8, 16), "global_head_dim": (8, 16, 32),
     "linear_head_dim": (8, 16, 24), "attention_k_eq_v": (False, True), "embedding_size": (32, 64),
     "attention_types": ([[["global", "local"], 1]], [[["local"], 2]], [[["local", "global"], 1]]),
@@ -120,7 +123,8 @@ NEVER = (
     "_*", "*dropout*", "*_pdrop", "*_drop", "*layerdrop*", "init*", "*loss*", "output_*", "return_*", "use_cache",
     "is_*", "add_cross_attention", "chunk_size_feed_forward", "summary_*", "problem_type", "use_*kernels",
     "use_mambapy", "use_associative_scan", "use_mem_eff_path", "use_bidirectional_attention", "prefix_lm", "*prompt*",
-    "*weighted_layer*", "apply_spec_augment", "*use_mems*", "bi_data", "causal", "attn_uses_sequence_id", "tie_encoder_decoder",
+    "*weighted_layer*", "apply_spec_augment", "*use_mems*", "bi_data", "causal", "attn_uses_sequence_id",
+    "tie_encoder_decoder",
     "cross_attn_all_layers", "patch_in_forward", "share_encoder_decoder_embeddings", "encoder_no_repeat_ngram_size",
 )  # fmt: skip
 
@@ -270,10 +274,9 @@ class _Fields:
         if "head_dim" in names and "head_dim" in small:
             values["head_dim"] = draw.choice((8, 16, 24, 32))
         ratio = draw.choice([n for n in (1, 2, 3, 4, 8) if heads % n == 0])
-        return values | {
-            name: heads // ratio
-            for name in names & {"num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"}
-        }
+        return values | dict.fromkeys(
+            names & {"num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"}, heads // ratio
+        )
 
     def _experts(self, small: Values, draw: Draw) -> Values:
         """Experts, groups that divide them, and how many of each a token gets."""
@@ -286,7 +289,14 @@ class _Fields:
         of_group = draw.randint(1, groups)
         most = min(3, of_group * count // groups)
         values = dict.fromkeys(many, count)
-        top = names & {"num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"}
+        top = names & {
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_topk",
+            "moe_k",
+            "top_k_experts",
+            "moe_top_k",
+        }
         values |= dict.fromkeys(top, draw.randint(1, most))
         values |= {"n_group": groups, "topk_group": of_group} if "n_group" in names else {}
         shared = names & {"num_shared_experts", "n_shared_experts", "moe_num_shared_experts"}

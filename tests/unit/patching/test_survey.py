@@ -152,7 +152,9 @@ def test_layers_without_a_weight_stay(weights: Any) -> None:
     model = DeepseekV2ForCausalLM(config).eval()
     found = {name.rpartition(".")[2]: reason for name, reason in reasons(model).items() if "shared_experts" in name}
     has_none = "has no weights, as its shape is"
-    assert found == dict.fromkeys(("gate_proj", "up_proj"), f"{has_none} [0, 32]") | {"down_proj": f"{has_none} [32, 0]"}
+    assert found == dict.fromkeys(("gate_proj", "up_proj"), f"{has_none} [0, 32]") | {
+        "down_proj": f"{has_none} [32, 0]"
+    }
     hf_accel.patch(model, weights=weights)
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
