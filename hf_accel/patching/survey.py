@@ -148,6 +148,9 @@ def _reason_to_skip(
         return "shares its weight with another module"
     if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
         return f"has {module.weight.dtype} weights"
+    shape: Any = module.weight.shape
+    if 0 in shape:  # of shared experts that a model has none of
+        return f"has no weights, as its shape is {list(shape)}"
     if "lora_" in name:
         return "is an adapter"
     if weight_is_read(model, name):

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from .overrides import CONSTRUCTED, OVERRIDES
-from .variants import variation
+from .variants import Draws
 
 VOCABULARY = 131
 PADDING, BEGIN, END = 0, 1, 2
@@ -97,23 +97,25 @@ MISSING = {"head_dim", "vocab_size", "n_routed_experts", "n_shared_experts", "nu
 
 
 def tiny_config(
-    model_type: str, kind: type[PreTrainedConfig] | None = None, *, variant: int = 0, **given: Any
+    model_type: str, kind: type[PreTrainedConfig] | None = None, *, draws: Draws | None = None, **given: Any
 ) -> PreTrainedConfig:
     """A tiny config of a model type; kind: what the model's class takes, which may be a part of that type's."""
     if model_type in CONSTRUCTED:
         return CONSTRUCTED[model_type](tiny_config)
-    return shrunk(kind or CONFIG_MAPPING[model_type], variant=variant, **given)
+    return shrunk(kind or CONFIG_MAPPING[model_type], draws=draws, **given)
 
 
-def shrunk(kind: type[PreTrainedConfig], *, variant: int = 0, is_part: bool = False, **given: Any) -> PreTrainedConfig:
+def shrunk(
+    kind: type[PreTrainedConfig], *, draws: Draws | None = None, is_part: bool = False, **given: Any
+) -> PreTrainedConfig:
     """kind with every known size made small; given: values that the model's class asks for.
 
-    variant: draws other values for it and its parts (variants.py), unless it is 0.
+    draws: other values for it and its parts (variants.py).
     """
     values: dict[str, Any] = {}
     parts = getattr(kind, "sub_configs", {}) | getattr(kind, "sub_configs_defaults", {})
     for name, part in parts.items():
-        values[name] = shrunk(_sub_class(part, kind, name), variant=variant, is_part=True)
+        values[name] = shrunk(_sub_class(part, kind, name), draws=draws, is_part=True)
     default = _default(kind)
     for field in dataclasses.fields(kind):
         if field.name in values or field.name.startswith("_"):
@@ -125,8 +127,8 @@ def shrunk(kind: type[PreTrainedConfig], *, variant: int = 0, is_part: bool = Fa
     if values.get("kv_lora_rank"):
         values["num_key_value_heads"] = HEADS  # each head makes its own K from the compressed one
     values |= OVERRIDES.get(kind.__name__, {})
-    if variant:
-        values |= variation(kind, variant, values, is_part=is_part or bool(parts))
+    if draws is not None:
+        values |= draws.of(kind, values | given, is_part=is_part or bool(parts))
     return kind(**values | given)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.generation.hf.refusals import ids_refusal, ragged_refusal
 from hf_accel.linear import QuantLinear
 
 from ..parity.dequantize import dequantized
@@ -47,6 +48,9 @@ from .models import Family, build
 from .sounds import SOUND
 
 FAULTS = ("wrong", "raises")
+PARTS = (5, 6, 7, 10)  # where parts of a prompt end
+TURNS = 2  # of what is said to a model and what it answers
+CACHES = ("past_key_values", "cache_params", "state")
 MEDIA = {"vision": IMAGE, "speech": SOUND}  # by the kind of a family
 
 
@@ -353,6 +357,55 @@ def _engine(case: Case) -> Outcome:
     for text, tokens in zip(texts, answers, strict=True):
         text.same(torch.cat([text.output.sequences[:, : text.begun], torch.tensor([tokens])], dim=1))
     return Outcome("fast")
+
+
+@feature("steps", "causal")
+def _steps(case: Case) -> Outcome:
+    """A forward with a cache, over a prompt in parts of several tokens and of one: the logits of each part."""
+    inputs = case.prompts()["input_ids"][:, -PARTS[-1] :].clamp(min=3)  # without padding
+
+    def ask(model: PreTrainedModel) -> Tensor:
+        cache, found = {}, []
+        for start, end in zip((0, *PARTS), PARTS, strict=False):
+            with torch.no_grad():
+                output = model(input_ids=inputs[:, start:end], use_cache=True, **cache)
+            cache = {name: output[name] for name in CACHES if output.get(name) is not None}
+            if not cache:
+                raise ValueError("it returns no cache")
+            found.append(output.logits)
+        return torch.cat(found, dim=1)
+
+    expected = by_stock(lambda: ask(case.stock))
+    close("logits of steps", ask(case.patched), expected, tolerance=1e-4, stock=case.stock, ask=ask)
+    return _attention_word(case)
+
+
+@feature("generate_batch", *GENERATING)
+def _batch(case: Case) -> Outcome:
+    """Prompts that begin alike, one of them twice, and what is said behind their answers: each as stock alone."""
+    if case.needs_media:
+        raise NotTried("its prompts need a medium")
+    refusal = ragged_refusal(case.patched) or ids_refusal(case.patched)
+    if refusal is not None:
+        return Outcome("stock", refusal)  # transformers' own manager answers
+    first, second = prompts(case.family.kind, seed=3)["input_ids"][:2, :9].clamp(min=3).tolist()
+    asked = [first, first + second[:4], first + second[4:], first[:5] + second[:3], first + second[:4]]
+    for _ in range(TURNS):
+        rows = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row)).long()} for row in asked]
+        texts = [Text(case.stock, row) for row in rows]
+        try:
+            answers = _generate_batch(case.patched, asked)
+        except hf_accel.UnsupportedError as error:
+            return Outcome("refused", str(error))
+        for text, tokens in zip(texts, answers, strict=True):
+            text.same(torch.cat([text.output.sequences[:, : text.begun], torch.tensor([tokens])], dim=1))
+        asked = [row + tokens + [5, 7] for row, tokens in zip(asked, answers, strict=True)]
+    return _loop_word(case.patched)
+
+
+def _generate_batch(model: PreTrainedModel, asked: list[list[int]]) -> list[list[int]]:
+    outputs = model.generate_batch(asked, max_new_tokens=NEW_TOKENS, do_sample=False, block_size=4)
+    return [output.generated_tokens for output in outputs.values()]
 
 
 _generates("no cache", settings=lambda case: {"use_cache": False})

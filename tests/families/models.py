@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from .configs import BEGIN, tiny_config
+from .inputs import decoder_prompts, prompts
 from .overrides import OF_MODELS
-from .variants import dtype_of
+from .variants import Draws, Group, dtype_of, largest_fitting
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -29,7 +32,6 @@ MAPPINGS = {
 }
 
 IS_DECODER = " (is_decoder)"  # behind the name of a class that is an encoder unless its config says so
-TRIES, OTHERS = 8, 1000  # of configurations for a variant: the next is drawn by its number and so many more
 # Classes of several mappings are compared with what they take besides words.
 MORE_THAN = {"speech": ("causal", "seq2seq"), "vision": ("causal",)}
 
@@ -120,26 +122,75 @@ def select(names: list[str]) -> list[Family]:
 
 def build(family: Family, *, seed: int = 0, gain: float = 1.0) -> PreTrainedModel:
     """In evaluation mode and float32; the same seed and gain give the same weights."""
+    return _made(family, _draws(family, _left_out(family)) if family.variant else None, seed=seed, gain=gain)
+
+
+def drawn(family: Family) -> dict[str, Any]:
+    """What a variant changes: values of fields by the name of the config class."""
+    draws = _draws(family, _left_out(family))
+    _config(family, draws)
+    return draws.values
+
+
+def _draws(family: Family, left_out: frozenset[Group]) -> Draws:
+    return Draws(family.variant, left_out)
+
+
+@cache
+def _left_out(family: Family) -> frozenset[Group]:
+    """What of the draws of a variant stock cannot be built with, or run."""
+    everything = _draws(family, frozenset())
+    with contextlib.suppress(Exception):
+        _config(family, everything)
+    can_run = _runs(_made(family, _draws(family, frozenset(everything.found)), seed=0, gain=1.0))
+
+    def works(left_out: frozenset[Group]) -> bool:
+        try:
+            model = _made(family, _draws(family, left_out), seed=0, gain=1.0)
+        except Exception:
+            return False
+        return _runs(model) or not can_run
+
+    return largest_fitting(works, everything.found)
+
+
+@torch.no_grad()
+def _runs(model: PreTrainedModel) -> bool:
+    """Whether a model answers in numbers, and generates if it is one that does."""
+    batch: dict[str, Tensor] = prompts("causal" if model.can_generate() else "encoder")
+    try:
+        if model.can_generate():
+            model.generate(**batch, max_new_tokens=3, do_sample=False)
+        more = (
+            {"decoder_input_ids": decoder_prompts(len(batch["input_ids"]))} if model.config.is_encoder_decoder else {}
+        )
+        output = model(**batch, **more)
+    except Exception:
+        return False
+    numbers = output.logits if getattr(output, "logits", None) is not None else output[0]
+    shown = numbers[batch["attention_mask"].bool()] if numbers.shape[:2] == batch["input_ids"].shape else numbers
+    return bool(shown.isfinite().all())
+
+
+def _config(family: Family, draws: Draws | None) -> PreTrainedConfig:
     kind: Any = getattr(transformers, family.name)
     given = OF_MODELS.get(family.name, {}) | OF_MODELS.get(replace(family, variant=0).label, {})
     given |= {"is_decoder": True} if family.is_decoder else {}
+    config = tiny_config(family.model_type, kind.config_class, draws=draws, **given)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"  # as newer transformers choose: older sdpa does not cap
+    return config
+
+
+def _made(family: Family, draws: Draws | None, *, seed: int, gain: float) -> PreTrainedModel:
+    kind: Any = getattr(transformers, family.name)
     dtype = dtype_of(family.variant) if family.variant else torch.float32
-    draws = [family.variant + OTHERS * n for n in range(TRIES if family.variant else 1)]
-    with torch.random.fork_rng():
-        for draw in draws:
-            torch.manual_seed(seed)
-            try:
-                config = tiny_config(family.model_type, kind.config_class, variant=draw, **given)
-                if getattr(config, "attn_logit_softcapping", None) is not None:
-                    config._attn_implementation = "eager"  # as newer transformers choose: older sdpa does not cap
-                # Of 16 bits are the parameters alone, as of a model that is loaded.
-                model: PreTrainedModel = (
-                    kind(config) if dtype == torch.float32 else kind._from_config(config, dtype=dtype)
-                )
-                break
-            except Exception:  # what was drawn does not fit the class
-                if draw == draws[-1]:
-                    raise
+    config = _config(family, draws)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of layers without a weight, as of no shared expert
+        torch.manual_seed(seed)
+        # Of 16 bits are the parameters alone, as of a model that is loaded.
+        model: PreTrainedModel = kind(config) if dtype == torch.float32 else kind._from_config(config, dtype=dtype)
         enliven(model, gain)
     model = (model.float() if dtype == torch.float32 else model).eval()
     if model.can_generate():
@@ -156,8 +207,13 @@ def enliven(model: nn.Module, gain: float = 1.0) -> None:
     """Weights as they come out of an initialization hardly move the logits: make them large enough to matter.
 
     What was initialized to all zeros or ones becomes random around that, and matrices get a standard deviation that
-    lets a layer answer about as loud as it is asked. Anything else (decays, steps) stays.
+    lets a layer answer about as loud as it is asked. Buffers that are saved and all zeros (biases by which experts are
+    chosen) become random too. Anything else (decays, steps) stays.
     """
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and buffer.numel() and not buffer.any():
+            buffer.add_(torch.randn_like(buffer), alpha=0.1)
     for parameter in model.parameters():
         if not parameter.is_floating_point() or not parameter.numel():
             continue

@@ -27,7 +27,7 @@ import torch
 import transformers
 
 from .features import FAULTS, FEATURES, KINDS, outcomes
-from .models import Family, families, select
+from .models import Family, drawn, families, select
 from .passes import ENCODING
 from .results import FOLDER, Line, append, read, versions
 
@@ -110,6 +110,8 @@ def report(family: Family, results: list[Line], place: str, *, verbose: bool) ->
     for result in results:
         if verbose or result["result"] in FAULTS or result["feature"] == "build":
             print(f"    {result['feature']}: {result['result']}. {result['reason']}", flush=True)
+    if family.variant and any(result["result"] in FAULTS for result in results):
+        print(f"    drawn: {drawn(family)}", flush=True)
 
 
 def summary(lines: list[Line]) -> int:

@@ -9,21 +9,43 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .comparison import Text, Wrong, forward, generate, given, same_logits, wider
+from .comparison import StockCannot, Text, Wrong, forward, generate, given, same_logits, wider
+from .configs import tiny_config
 from .inputs import prompts
-from .models import Family, build
+from .models import enliven
 
-DTYPES = {torch.float32: 1, torch.bfloat16: 4, torch.float16: 8}  # numbers of variants that have them
+SMALL = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DTYPES: dict[torch.dtype, dict[str, Any]] = {  # and models of them, which show what their rounding does
+    torch.float32: {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 24}
+    | {"num_hidden_layers": 1, "hidden_act": "gelu", "tie_word_embeddings": True, "attention_bias": True},
+    torch.bfloat16: {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 96, "attention_bias": True}
+    | {"num_hidden_layers": 4, "rms_norm_eps": 1e-3, "tie_word_embeddings": True}
+    | {"intermediate_size": 40, "rope_parameters": SMALL | {"rope_theta": 100.0}},
+    torch.float16: {"num_attention_heads": 8, "num_key_value_heads": 1, "hidden_act": "gelu", "attention_bias": True}
+    | {"num_hidden_layers": 1, "rms_norm_eps": 1e-3, "vocab_size": 160, "intermediate_size": 72}
+    | {"rope_parameters": SMALL | {"mscale": 0.7, "mscale_all_dim": 1.2, "rope_theta": 1e4}},
+}
 NEW_TOKENS = 40
 GREEDY: dict[str, Any] = {}
 SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 1.3}
 
 
 def model(dtype: torch.dtype) -> PreTrainedModel:
-    return build(Family("causal", "llama", "LlamaForCausalLM", variant=DTYPES[dtype]))
+    return of_config(LlamaForCausalLM, tiny_config("llama", **DTYPES[dtype]), dtype)
+
+
+def of_config(kind: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """In evaluation mode; its texts end by their length."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        found: PreTrainedModel = kind._from_config(config, dtype=dtype)
+        enliven(found)
+    found.generation_config.eos_token_id = None
+    return found.eval()
 
 
 @cache
@@ -66,7 +88,8 @@ def test_logits_are_the_same_if_rounded_otherwise(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("name", "chooses"), [("Llama", False), ("Mixtral", True)])
 def test_only_a_model_of_half_precision_that_chooses_may_have_a_token_of_its_own(name: str, chooses: bool) -> None:
-    mixture = build(Family("causal", name.lower(), f"{name}ForCausalLM", variant=4))
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    mixture = of_config(kind, tiny_config(name.lower()), torch.bfloat16)
     batch = {"input_ids": inputs()["input_ids"][1:2]}
     expected, actual = (forward(mixture, batch) for _ in range(2))
     actual.logits[0, 7] += 1
@@ -114,3 +137,18 @@ def test_beams_have_the_scores_of_their_tokens(dtype: torch.dtype) -> None:
     text.same_beams(generate(rounded_otherwise(dtype), inputs(), **settings, **kept))
     with pytest.raises(Wrong, match="beams"):
         text.same_beams(generate(damaged(dtype), inputs(), **settings, **kept))
+
+
+def test_a_cache_that_changes_what_stock_writes_is_told() -> None:
+    """MiniMax's, where its first layer keeps a state and rows are padded: only the text without it is right."""
+    kinds = ["linear_attention", "full_attention"]
+    config = tiny_config("minimax", num_hidden_layers=2, layer_types=kinds)
+    one = of_config(transformers.MiniMaxForCausalLM, config, torch.float32)
+    text = Text(one, inputs())
+    tokens = generate(one, inputs(), use_cache=False)
+    assert not torch.equal(tokens, text.output.sequences)
+    with pytest.raises(StockCannot, match="its own cache"):
+        text.same(tokens)
+    tokens[:, -5:] = 7
+    with pytest.raises(Wrong, match="of a wider dtype"):
+        text.same(tokens)

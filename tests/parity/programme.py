@@ -108,7 +108,7 @@ class Asked:
     def adapters(self) -> list[Any]:
         """Two adapters of some linear layers, or none where requests of the model can have none."""
         try:
-            found = [_adapter(self.model, seed) for seed in (1, 2)]
+            found = [adapter_of(self.model, seed) for seed in (1, 2)]
             for each in found:
                 refuse_other_rows(self.model, each)
             return found
@@ -149,7 +149,7 @@ class Asked:
         return tokens[:count]
 
 
-def _adapter(model: Any, seed: int) -> Any:
+def adapter_of(model: Any, seed: int) -> Any:
     """An adapter of about half of a model's linear layers."""
     numbers = random.Random(seed)
     tensors, names = {}, []

@@ -9,16 +9,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import hf_accel
-from hf_accel.kernels.cpu import refusal
+from hf_accel.generation.hf.refusals import ragged_refusal
+from hf_accel.kernels.cpu import refusal as kernels_refusal
 
+from ..families.configs import tiny_config
+from ..families.models import build as build_drawn
+from ..families.models import family
 from . import (
     test_chunks,
     test_compressed,
@@ -32,7 +38,7 @@ from . import (
     test_whole_prompts,
 )
 from .families import VOCABULARY, build
-from .programme import Asked, Programme
+from .programme import Asked, Programme, adapter_of
 from .recurrent_models import LAYERS, delta_rule_of, gated_unit_of, matrix_memory_of, state_space_of, time_mixes_of
 
 try:
@@ -44,7 +50,9 @@ NEW_TOKENS, NEW_BEHIND_ENCODERS, NEW_BEHIND_IMAGES = 16, 26, 10
 MOST_FOR_ENCODERS = 10  # tokens, so that it is not the encoder's output that fills a cache
 SEEDS_OF_A_TEST, LONG_TESTS = 20, 8
 HAPPENS = ("arrived", "finished", "cancelled", "failed", "samples", "preempted", "shared", "accepted")
-NEEDS_KERNELS = pytest.mark.skipif(refusal() is not None, reason=f"states in pages need the kernels: {refusal()}")
+NEEDS_KERNELS = pytest.mark.skipif(
+    kernels_refusal() is not None, reason=f"states in pages need the kernels: {kernels_refusal()}"
+)
 IMAGES = {"images": test_media.LLAVA, "images and windows": test_media.GEMMA, "images in grids": test_media.QWEN}
 ENCODERS = {"encoder": "Bart", "encoder with distances": "T5"}
 
@@ -70,6 +78,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 if test_own_code is not None:
     MODELS["own code"] = lambda: test_own_code.model_of("zaya")
 STATES = ("delta rule", "mamba 1", "mamba 2", "delta attention", "gated units", "time mixes", "matrix memories")
+DRAWN = [pytest.param("NemotronHForCausalLM 1", marks=NEEDS_KERNELS), "DeepseekV3ForCausalLM 3"]
 KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in (*MODELS, *IMAGES)]
 
 
@@ -104,13 +113,23 @@ def asked(kind: str) -> Asked:
             test_media.patched(name), images, lambda number, count: test_media.expected(name, images[number], count),
             most=NEW_BEHIND_IMAGES, needs=longest + NEW_BEHIND_IMAGES,
         )  # fmt: skip
-    stock, patched = MODELS[kind](), hf_accel.patch(MODELS[kind](), weights=None)
+    make = MODELS.get(kind) or partial(drawn, kind)
+    stock, patched = make(), hf_accel.patch(make(), weights=None)
+    refusal = ragged_refusal(patched)
+    if refusal is not None:  # as of a rotation that the length of a batch changes
+        raise hf_accel.UnsupportedError(refusal)
     prompts, most, needs = texts(), NEW_TOKENS, NEW_BEHIND_ENCODERS + 1
     if kind in ENCODERS:
         prompts, most = [prompt[-MOST_FOR_ENCODERS:] for prompt in prompts], NEW_BEHIND_ENCODERS
     else:
         needs = max(map(len, prompts)) + NEW_TOKENS
     return Asked(patched, prompts, lambda number, count: answer(stock, prompts[number], count), most, needs)
+
+
+def drawn(kind: str) -> Any:
+    """The model of a class and a number, such as JambaForCausalLM 3, whose configuration tests/families draws."""
+    name, number = kind.split()
+    return build_drawn(replace(family(name), variant=int(number)))
 
 
 def answer(stock: Any, prompt: list[int], count: int) -> list[int]:
@@ -138,6 +157,29 @@ def happened(kind: str, seeds: range, *, arrivals: int = 12) -> Counter[str]:
 def test_a_programme(kind: str) -> None:
     """`python -m tests.parity.play --all` plays many."""
     assert happened(kind, range(1), arrivals=7)["finished"] > 0
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_programme_over_a_drawn_configuration(kind: str) -> None:
+    """`python -m tests.parity.play NemotronHForCausalLM --programmes 20` plays one over each of 20."""
+    assert happened(kind, range(1), arrivals=5)["finished"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # as transformers initializes these layers
+def test_an_adapter_leaves_out_layers_without_a_weight() -> None:
+    """Those of a DeepSeek V3 that has no shared expert, to which nothing is added: it raised ZeroDivisionError."""
+    model = hf_accel.patch(test_compressed.model_of("DeepseekV3", n_shared_experts=0), weights=None)
+    assert 0 in {layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
+    parts = adapter_of(model, 1).parts
+    assert parts
+    assert all(layer.in_features and layer.out_features for layer in parts)
+
+
+def test_what_no_session_serves_is_no_programme(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    monkeypatch.setitem(MODELS, "changing", lambda: LlamaForCausalLM(tiny_config("llama", rope_parameters=rotation)))
+    with pytest.raises(hf_accel.UnsupportedError, match="depends on the length"):
+        happened("changing", range(1))
 
 
 @pytest.mark.long

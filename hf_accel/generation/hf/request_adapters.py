@@ -102,6 +102,8 @@ def read_adapter(model: PreTrainedModel, name: str, path: str | PathLike[str]) -
             reason = reason_left_out(layer, config) or _shape_refusal(module, matrices)
         if reason is not None or module is None:
             raise UnsupportedError(f"{where}: {layer!r}: {reason}; load it into the model that it was trained for")
+        if not (module.in_features and module.out_features):  # of no shared expert: nothing is added
+            continue
         dtype, device = _dtype_of(module), model_device(model)
         a, b = (matrices[each].to(device=device, dtype=dtype) for each in "AB")
         parts[module] = LowRankPart(a, b, factor_in(layer, config, len(a), where))

@@ -12,6 +12,8 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertLMHeadModel,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     PreTrainedModel,
@@ -138,6 +140,29 @@ def test_a_weight_whose_numbers_are_read_stays() -> None:
     assert {name: reason for name, reason in reasons(model).items() if reason} == {
         "encoder.block.0.layer.1.DenseReluDense.wo": "has its weight read by the module around it"
     }
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # as transformers initializes these layers
+@pytest.mark.parametrize("weights", ("int8", "int4"))
+def test_layers_without_a_weight_stay(weights: Any) -> None:
+    """Those of a DeepSeek V2 that has no shared expert, which stock adds as zeros."""
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    more = {"n_shared_experts": 0, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    config = DeepseekV2Config(**TINY, **sizes, **more, first_k_dense_replace=0, intermediate_size=64)
+    model = DeepseekV2ForCausalLM(config).eval()
+    found = {name.rpartition(".")[2]: reason for name, reason in reasons(model).items() if "shared_experts" in name}
+    has_none = "has no weights, as its shape is"
+    assert found == dict.fromkeys(("gate_proj", "up_proj"), f"{has_none} [0, 32]") | {
+        "down_proj": f"{has_none} [32, 0]"
+    }
+    hf_accel.patch(model, weights=weights)
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        shared = model.model.layers[0].mlp.shared_experts
+        assert torch.equal(shared(torch.ones(1, 2, 32)), torch.zeros(1, 2, 32))
+    tokens = model.generate(ids, max_new_tokens=1, do_sample=False)
+    assert tokens[0, -1] == logits[0, -1].argmax()
 
 
 def test_experts_router() -> None:
