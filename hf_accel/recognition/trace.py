@@ -26,6 +26,7 @@ from .call_form import (
     CACHE,
     CACHES,
     MASK,
+    OF_LAYER,
     POSITION_IDS,
     SOURCE_BIAS,
     SOURCE_MASK,
@@ -69,6 +70,8 @@ from .trial import (
 from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
+ENDS = ("add", "layer_norm", "affine", "multiply")  # the operations that a layer may end with
+SIZE_OF_LAYER = "hidden_size_per_layer_input"  # the attribute of a layer that says how many numbers OF_LAYER has
 WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states
 
 
@@ -123,11 +126,13 @@ class Trace(AttentionRecord):
                 raise UntraceableError("its parts keep what belongs to several layers")
             self.layer_idx = known.layer_of(module)
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
+        written |= set() if self.of_layer is None else {self.of_layer.buffer}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == self._states.shape and result.factor == 1
-        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
-            raise UntraceableError("it returns something else than its last sum or norm")
+        if not whole or [result.span] != last.outputs or last.kind not in ENDS:
+            raise UntraceableError("it returns something else than its last sum, norm or product")
+        self.refuse_overwritten()
         self.operations, self.gives_wide = folded(self.operations), result.wide
         self.widths[OUTPUT] = width * (self.floats if result.wide else 1)
         self.operations[-1].outputs[0] = Span(OUTPUT, 0, self.widths[OUTPUT])
@@ -172,6 +177,8 @@ class Trace(AttentionRecord):
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
+        if OF_LAYER in form.tensors:
+            tensors[OF_LAYER] = self._of_layer(module)
         if form.one_table:
             tensors[TABLES] = ComplexTable(self.device) if rotates_by_complex(module) else Opaque(TABLES)
         self.given = {name: tensors[name] for name in form.tensors}
@@ -189,6 +196,14 @@ class Trace(AttentionRecord):
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
             raise UntraceableError(reason_of_failure(error)) from error
+
+    def _of_layer(self, module: nn.Module) -> Any:
+        """Return what stands for numbers of each token that are the layer's own, [B, T, size]; see Record.of_layer."""
+        size = vars(module).get(SIZE_OF_LAYER)
+        if type(size) is not int or size < 1:
+            return Opaque(OF_LAYER)
+        self.of_layer = self.buffer(size)
+        return StandIn(self, self.of_layer, size)
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """Return what the code reads as self.name."""
@@ -209,6 +224,8 @@ class Trace(AttentionRecord):
         if isinstance(value, nn.Module) and holder is not own:
             return self.child(value)
         if isinstance(value, nn.Parameter) and value.ndim == 1:
+            return Vector(holder, name, value)
+        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.shape == (1,):
             return Vector(holder, name, value)
         if name in own and callable(getattr(value, "to_dict", None)):
             return ConfigStandIn(self, value)

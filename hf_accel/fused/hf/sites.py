@@ -289,7 +289,9 @@ def layer_sites(
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
             form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder)
-            trace.decoder_layer(module, _width(module), replace(form, one_table=rotates_by_complex(module)))
+            trace.decoder_layer(
+                module, _width(module, model.config), replace(form, one_table=rotates_by_complex(module))
+            )
             if inner:
                 attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
@@ -323,19 +325,29 @@ def refuse_partial_rotation(config: Any) -> None:
         raise UntraceableError("its rotation leaves numbers as they are")
 
 
-def rotated_share(config: Any) -> float:
-    """Return the share of a head's numbers that are rotated. Raises UntraceableError if it depends on the layer."""
+def rotated_share(config: Any, kind: str | None = None) -> float:
+    """Return the share of a head's numbers that are rotated. Raises UntraceableError if it depends on the layer.
+
+    kind: what the config calls the layer, by which it may have settings.
+    """
     parameters = getattr(layers_config(config), "rope_parameters", None) or {}
+    if isinstance(parameters.get(kind), dict):
+        parameters = parameters[kind]
     for each in parameters.values():
         if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
             raise UntraceableError("its layers rotate different numbers of a head")
+    if parameters.get("rope_type") == "proportional":  # all of a head have cos and sin, of which some are 1 and 0
+        return 1.0
     return float(parameters.get("partial_rotary_factor", 1.0))
 
 
 def _rotated_size(config: Any, module: nn.Module, spec: AttentionSpec) -> int:
     """Return how many numbers of a head are rotated."""
-    # In Mistral 4 the share is that of a whole head, of which an expansion rotates one part.
-    return int(vars(module)[ROTATED] if is_known_expansion(module) else rotated_share(config) * spec.head_dim)
+    if is_known_expansion(module):  # in Mistral 4 the share is that of a whole head, of which one part is rotated
+        return int(vars(module)[ROTATED])
+    kinds, index = getattr(layers_config(config), "layer_types", None) or (), vars(module).get("layer_idx")
+    kind = kinds[index] if type(index) is int and index < len(kinds) else None
+    return int(rotated_share(config, kind) * spec.head_dim)
 
 
 def _of_parts(layer: nn.Module) -> list[nn.Module]:
@@ -351,10 +363,15 @@ def _of_parts(layer: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _width(layer: nn.Module) -> int:
-    """Return the size of a layer's hidden states, which is that of its first norm."""
+def _width(layer: nn.Module, config: Any) -> int:
+    """Return the size of a layer's hidden states, which is that of its first norm, or of its config if its norms have no
+    weights.
+    """
     for module in _of_parts(layer):
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 1:
             return int(weight.shape[0])
-    raise UntraceableError("it has no norm")
+    width = getattr(layers_config(config), "hidden_size", None)
+    if type(width) is not int:
+        raise UntraceableError("it has no norm")
+    return width
