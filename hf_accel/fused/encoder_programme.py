@@ -65,7 +65,7 @@ class EncoderProgramme(NativeOperations):
         self, trace: Trace, scale: float, table_dtype: torch.dtype | None = None, *, causal: Causal | None = None,
     ) -> None:  # fmt: skip
         refuse_over_rows(trace.operations)
-        if trace.of_layer is not None:
+        if any(each is not None for each in (trace.of_layer, trace.leaves, trace.taken)):
             raise UntraceableError("it is given more than its hidden states")
         attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
         self.layer_idx, self.rotates_last = trace.layer_idx, False

@@ -122,8 +122,8 @@ def buffer_starts(
 
     Buffers share memory if the last operation that uses the one comes before the first that uses the other. So a call
     needs less of the caches. The layer's input and output are not among them and begin at 0. kept: those that are read
-    behind the call, one after the other where its output is; see LayerCall. given: the one that a layer is given besides
-    its input; None without.
+    behind the call, one after the other where its output is; see LayerCall. given: the one that a layer is given
+    besides its input; None without.
     """
     used: dict[int, list[int]] = {}
     for index, operation in enumerate(operations):
@@ -234,8 +234,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
     attends: the module that attends to the tokens of a sequence; None for a layer with a state alone. biased_heads,
     own_bias: see EncoderProgramme. tail: the operations from a module that is called on; None if all are one native
     call. by_position: what the code makes the factors of its queries of; None if they have none. is_source_biased:
-    whether it adds a bias to the scores of an encoder's output, which can be zeros alone. of_layer: the place of what it
-    is given besides its hidden states, see Record; None if it gets no such.
+    whether it adds a bias to the scores of an encoder's output, which can be zeros alone. of_layer: the place of what
+    it is given besides its hidden states, see Record; None if it gets no such.
     """
 
     over_rows = False
@@ -280,8 +280,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
         bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where it takes
-        them. given: [B, Q, size of `of_layer`], contiguous. None, after K and V or states were written, if a module does not return what the trace expects: the
-        layer's code writes the same again.
+        them. given: [B, Q, size of `of_layer`], contiguous. None, after K and V or states were written, if a module
+        does not return what the trace expects: the layer's code writes the same again.
         """
         shape = (len(self._kept), *x.shape) if self._kept else x.shape
         out = x.new_empty(shape) if x.dtype is self.out_dtype else x.new_empty(shape, dtype=self.out_dtype)

@@ -120,8 +120,8 @@ class NormOperation(NativeOperation):
 
 
 class LayerNormOperation(NativeOperation):
-    """A LayerNorm of a row, or of each of its heads. If it has two inputs, it is that of their sum, which is the second
-    result if it is read again.
+    """A LayerNorm of a row, or of each of its heads. If it has two inputs, it is that of their sum, which is the
+    second result if it is read again.
     """
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:

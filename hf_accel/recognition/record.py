@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK, as_usual
+from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK
 from .of_positions import OfPositions, RoundedNext
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
-from .packed import Starts, is_packed, joined, rotated_row
-from .rotations import CalledRotation, rotation_of_one, rotation_of_two
+from .packed import Starts, joined
+from .rotations import rotate
 from .row_convolution import sizes_of_linear
 from .scores import PRODUCTS, drops
 from .source_stand_ins import FIRST_OF_SOURCE, SourceKeys, as_source
@@ -341,56 +341,4 @@ class Record:
         return self.put("join", [x, y], x.width + y.width, **values)
 
     def rotate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 3:
-            return self._rotate_one(original, *args, **kwargs)
-        if len(args) != 4 or not as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
-            raise UntraceableError("it rotates in a way of its own")
-        q, k = args[:2]
-        if is_packed(q):
-            return rotated_row(self, original, *args, **kwargs)
-        k = self.multiplied(k)
-        factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
-        q = replace(q, factor=1.0) if factor != 1 else q
-        for x in (q, k):
-            require(x, heads=True)
-        if q.shape[3] != k.shape[3]:
-            raise UntraceableError("queries and keys have heads of different sizes")
-        q_out, k_out = self._rotated(rotation_of_two(original), [q, k])
-        return replace(q_out, factor=factor), k_out
-
-    def _rotate_one(self, original: Any, x: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> StandIn:
-        """Record the rotation of one tensor, [B, H, T, D], or [B, T, H, D] if unsqueeze_dim is 2."""
-        known = rotation_of_one(original)
-        if known is None or (cos, sin) != self.tables or unsqueeze_dim not in (1, 2) or not isinstance(x, StandIn):
-            raise UntraceableError("it rotates in a way of its own")
-        by_tokens = unsqueeze_dim == 2
-        if by_tokens is x.transposed:
-            raise UntraceableError("it rotates in a way of its own")
-        require(replace(x, transposed=True), heads=True)
-        (rotated,) = self._rotated(known, [replace(x, transposed=True)])
-        return replace(rotated, transposed=not by_tokens)
-
-    def _rotated(self, known: CalledRotation, tensors: list[StandIn]) -> list[StandIn]:
-        """Record a rotation of tensors [B, H, T, D]: queries and keys, or one of them."""
-        if any(x.cached for x in tensors):
-            raise UntraceableError("it rotates what comes from the cache")
-        dim: int = tensors[0].shape[3]
-        size = self.table_size or dim
-        if known.half_tables:  # a plan does not know their size
-            if size not in (dim // 2, dim):
-                raise UntraceableError("its cos and sin have another size than half a head")
-            size = dim
-        if size > dim:
-            raise UntraceableError("its cos and sin have more numbers than a head")
-        rotated = [x if size == dim else x[..., :size] for x in tensors]
-        outs = [self.buffer(x.width) for x in rotated]
-        heads = [*(x.heads for x in tensors), 0][:2]
-        values = {
-            "function": known.function, "heads": heads[0], "kv_heads": heads[1], "dim": size,
-            "partial": size < dim, "half_tables": known.half_tables,
-        }  # fmt: skip
-        self.operations.append(Operation("rope", [x.span for x in rotated], outs, values=values))
-        made = [replace(x, span=out) for x, out in zip(rotated, outs, strict=True)]
-        if size < dim:
-            made = [self.join(one, x[..., size:]) for one, x in zip(made, tensors, strict=True)]
-        return made
+        return rotate(self, original, *args, **kwargs)

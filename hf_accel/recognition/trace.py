@@ -28,6 +28,7 @@ from .call_form import (
     MASK,
     OF_LAYER,
     POSITION_IDS,
+    SHARED_KEYS,
     SOURCE_BIAS,
     SOURCE_MASK,
     SOURCE_STATES,
@@ -40,7 +41,8 @@ from .complex_rotation import ROTATION_BY_COMPLEX, ComplexTable, rotate_by_compl
 from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
-from .model_stand_ins import CacheStandIn, ConfigStandIn
+from .left_keys import KEYS_LEFT, VALUES_LEFT, SharedKeys
+from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .scores import Scores
@@ -127,6 +129,7 @@ class Trace(AttentionRecord):
             self.layer_idx = known.layer_of(module)
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
         written |= set() if self.of_layer is None else {self.of_layer.buffer}
+        written |= set() if self.taken is None else {KEYS_LEFT, VALUES_LEFT}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == self._states.shape and result.factor == 1
@@ -177,6 +180,7 @@ class Trace(AttentionRecord):
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
+        tensors |= {SHARED_KEYS: SharedKeys(self)}
         if OF_LAYER in form.tensors:
             tensors[OF_LAYER] = self._of_layer(module)
         if form.one_table:
@@ -322,31 +326,6 @@ class Trace(AttentionRecord):
             elif activation is not None:
                 self.note(forward.__globals__, name, function)
                 yield name, partial(self.activate, activation)
-
-
-class LinearStandIn:
-    """A linear layer, of which the code may ask whether its weight has the dtype of the numbers."""
-
-    def __init__(self, trace: Trace, module: nn.Module) -> None:
-        self._trace, self._module = trace, module
-
-    def __call__(self, x: Any) -> StandIn:
-        return self._trace.linear(self._module, x)
-
-    @property
-    def weight(self) -> Opaque:
-        weight = self._module._parameters.get("weight")
-        self._trace.note(self._module._parameters, "weight", weight)
-        if weight is not None and weight.dtype is not self._trace.dtype:
-            raise UntraceableError("the weight of a module has another dtype than its input")
-        return Opaque("weight", dtype=self._trace.dtype)
-
-
-class NormStandIn(LinearStandIn):
-    """An RMSNorm, of which the code may ask the same."""
-
-    def __call__(self, x: Any) -> StandIn:
-        return self._trace.norm(self._module, x)
 
 
 def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:

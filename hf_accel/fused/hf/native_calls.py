@@ -42,6 +42,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         planned = planned_of(trace, layer)
         attends = attend_of(trace)[0]
         spec = replace(planned.spec, dtype=trace.dtype, bias=attends.values["biased"])
+        if trace.taken is not None:
+            spec = replace(spec, window=trace.taken_window)
         called = as_called(spec, attends)
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(called) is not None:
             raise UntraceableError("its attention has another backend")
@@ -65,11 +67,16 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         states = NO_STATES
         if programme.state_sizes is not None:
             states = _states(programme, x, pages.cache, place)
-        if not programme.written:
+        if not programme.written and programme.taken is None:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
             return None if given is not None else programme(x, place.fields, LayerPages(None, states=states))
-        storage = pages.group.storage(programme.layer_idx, *programme.written)
+        if programme.taken is None:
+            storage = pages.group.storage(programme.layer_idx, *programme.written)
+        elif programme.layer_idx in pages.group.storages:
+            storage = pages.group.storages[programme.layer_idx]
+        else:
+            return None
         if not programme.fits(storage):
             return None
         tables, numbers = place.tables, programme.by_position

@@ -43,8 +43,8 @@ class LayerPlace:
     whose factors stand in it behind the tables; None for no such. whole: the
     cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
     state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
-    fields, of its pages. carried: what some tokens of the pass carry; None for nothing. of_layer: what the layer that is
-    called now is given for itself; None for nothing.
+    fields, of its pages. carried: what some tokens of the pass carry; None for nothing. of_layer: what the layer that
+    is called now is given for itself; None for nothing.
     """
 
     kwargs: dict[str, Any]

@@ -50,8 +50,8 @@ class ActivateCall(Structure):
 
 class LayerNormCall(Structure):
     _fields_ = fields(
-        pointers="x y sum out weight bias", sizes="x_stride y_stride sum_stride out_stride rows size", floats="eps offset",
-        ints="dtype weight_dtype bias_dtype threads",
+        pointers="x y sum out weight bias", sizes="x_stride y_stride sum_stride out_stride rows size",
+        floats="eps offset", ints="dtype weight_dtype bias_dtype threads",
     )  # fmt: skip
 
 
@@ -188,9 +188,9 @@ def layer_norm(
     """Compute LayerNorm(x), or LayerNorm(x + y) (Ba, Kiros and Hinton 2016, arXiv 1607.06450).
 
     x, y: [..., H] of one shape and one dtype of FLOATS. weight, bias: [H] of any of them, None for ones and zeros.
-    offset: what is added to the weight, in its dtype. x + y is rounded to the dtype, as a model does it that adds before it calls the norm. Mean and variance are float32
-    sums in an order that depends on H alone. Returns [..., H] of the dtype of x. Raises UnsupportedError if a gradient
-    is needed, and for operands of other shapes.
+    offset: what is added to the weight, in its dtype. x + y is rounded to the dtype, as a model does it that adds
+    before it calls the norm. Mean and variance are float32 sums in an order that depends on H alone. Returns [..., H]
+    of the dtype of x. Raises UnsupportedError if a gradient is needed, and for operands of other shapes.
     """
     return _normalized(x, (weight, bias), (eps, offset), y, keep=False)[0]
 

@@ -98,14 +98,15 @@ def test_tables_of_half_a_head(weights: Any, dtype: torch.dtype) -> None:
 def test_random_configurations(seed: int) -> None:
     """Heads, their widths, windows, mixes of layers, shared keys and values, and inputs of layers change no token."""
     numbers = random.Random(seed)
-    count = numbers.randint(2, 5)
+    count, own = numbers.randint(2, 6), [FULL, WINDOWED]
     other = {
         "num_attention_heads": numbers.choice([4, 8]), "num_key_value_heads": numbers.choice([1, 2, 4]),
         "head_dim": numbers.choice([8, 16, 24]), "global_head_dim": numbers.choice([8, 16, 40]),
         "num_global_key_value_heads": numbers.choice([1, 2, 4]), "attention_k_eq_v": numbers.random() < 0.5,
         "hidden_size_per_layer_input": numbers.choice([0, 5, 16]), "sliding_window": numbers.choice([2, 5, 30]),
-        "num_hidden_layers": count, "layer_types": [*numbers.choices([FULL, WINDOWED], k=count - 1), FULL],
+        "num_hidden_layers": count, "layer_types": [*(own + numbers.choices(own, k=count))[: count - 1], FULL],
         "hidden_activation": numbers.choice(["gelu_pytorch_tanh", "silu"]),
+        "num_kv_shared_layers": numbers.randint(0, max(0, count - 3)) if count > 2 else 0,
     }  # fmt: skip
     stock = gemma(**other)
     model = hf_accel.patch(copy.deepcopy(stock), weights=None)
@@ -115,6 +116,50 @@ def test_random_configurations(seed: int) -> None:
         found = model.generate(ids, **options)
     assert calls[True] and not calls[False]
     assert torch.equal(found, stock.generate(ids, **options))
+
+
+SHARED: dict[str, Any] = {
+    "num_kv_shared_layers": 3, "num_hidden_layers": 6, "hidden_size_per_layer_input": 32, "attention_k_eq_v": False,
+    "layer_types": [WINDOWED, FULL, WINDOWED, WINDOWED, FULL, FULL],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_keys_of_other_layers(kv: Any, weights: Any, dtype: torch.dtype) -> None:
+    """Those of pages that another layer has written, windows among them: each layer is one native call."""
+    sizes = {"head_dim": 32, "global_head_dim": 32}
+    model = hf_accel.patch(gemma(dtype, **SHARED | sizes), weights=weights, cache=hf_accel.CacheConfig(dtype=kv))
+    assert len(layers_of(model)) == 6
+    calls = same_bits(model)
+    assert calls[True] > 3 * calls[False] > 0
+    with counted() as calls:
+        model.generate(torch.arange(3, 40)[None], max_new_tokens=8, do_sample=False)
+    assert calls == {True: 48}
+
+
+@pytest.mark.parametrize("watched", [[1], [2], [3], [5], [1, 3], [2, 4]])
+def test_some_layers_run_their_own_code(watched: list[int]) -> None:
+    """Keys that a native call has left are found by code that takes them apart, and those of code by native calls."""
+    stock = gemma(**SHARED)
+    model = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    seen: list[int] = []
+    for index in watched:
+        layers_of(model)[index].mlp.down_proj.register_forward_hook(lambda *given: seen.append(1))
+    ids, options = torch.arange(3, 40)[None], {"max_new_tokens": 12, "do_sample": False}
+    with counted() as calls:
+        found = model.generate(ids, **options)
+    assert torch.equal(found, stock.generate(ids, **options))
+    assert len(seen) == 12 * len(watched)
+    # A prompt longer than its window is not all kept: the layer that would leave its keys runs its own code then.
+    assert calls[False] in (12 * len(watched), 12 * len(watched) + 1)
+    prompts = [[*range(3, 3 + length)] for length in (3, 9, 30)]
+    settings = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    together = model.generate_batch(prompts, generation_config=settings)
+    for prompt, output in zip(prompts, together.values(), strict=True):
+        alone = stock.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :]
+        assert output.generated_tokens == alone.tolist()
 
 
 @torch.no_grad()
@@ -140,10 +185,9 @@ def test_inputs_of_another_size_run_the_own_code() -> None:
     layer = layers_of(model)[0]
     calls: LayerCalls[Any] = vars(layer)[FUSED]
     assert calls.programme is not None and calls.programme.of_layer.stride == 6
-    inner = model.model
-    wide = torch.randn(1, 5, 4, 7)
+    cache, x, wide = hf_accel.PagedCache(model.config), torch.randn(1, 5, 64), torch.randn(1, 5, 4, 7)
     with pytest.raises(RuntimeError), torch.no_grad():
-        inner(inputs_embeds=torch.randn(1, 5, 64), per_layer_inputs=wide, past_key_values=hf_accel.PagedCache(model.config))
+        model.model(inputs_embeds=x, per_layer_inputs=wide, past_key_values=cache)
 
 
 # -- what is not known -----------------------------------------------------------------------------------
