@@ -81,7 +81,7 @@ def usual_pass(kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool =
         raise UntraceableError(f"it is given {other[0]} too, which no trace follows")
     named = usual.intersection(names)
     if named.isdisjoint(CACHES):
-        named = usual - {*CACHES, *OF_SOURCE} | {cache}
+        named = usual - {*CACHES, *OF_SOURCE, OF_LAYER, SHARED_KEYS} | {cache}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
 
 
