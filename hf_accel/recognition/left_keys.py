@@ -1,4 +1,4 @@
-"""Keys and values that a layer leaves for later ones, and that these attend to in place of their own (Gemma 3n and 4)."""
+"""Keys and values that a layer leaves for later ones, which attend to them in place of their own, as in Gemma 4."""
 
 from __future__ import annotations
 

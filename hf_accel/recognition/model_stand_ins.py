@@ -86,7 +86,8 @@ class LinearStandIn:
         self._trace, self._module = trace, module
 
     def __call__(self, x: Any) -> StandIn:
-        return self._trace.linear(self._module, x)
+        product: StandIn = self._trace.linear(self._module, x)
+        return product
 
     @property
     def weight(self) -> Opaque:
@@ -101,4 +102,5 @@ class NormStandIn(LinearStandIn):
     """An RMSNorm, of which the code may ask the same."""
 
     def __call__(self, x: Any) -> StandIn:
-        return self._trace.norm(self._module, x)
+        normed: StandIn = self._trace.norm(self._module, x)
+        return normed
