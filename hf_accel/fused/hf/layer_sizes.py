@@ -44,7 +44,7 @@ def rotated_size(config: Any, module: nn.Module, spec: AttentionSpec) -> int:
     return int(rotated_share(config, kind) * spec.head_dim)
 
 
-def parts_of(layer: nn.Module) -> list[nn.Module]:
+def called_parts(layer: nn.Module) -> list[nn.Module]:
     """Return the modules that a layer calls: its own, and those of the parts in a list of its own, as T5's have.
 
     The parts of a list are of different classes; else they are layers themselves.
@@ -61,7 +61,7 @@ def layer_width(layer: nn.Module, config: Any) -> int:
     """Return the size of a layer's hidden states, which is that of its first norm, or of its config if its norms have
     no weights.
     """
-    for module in parts_of(layer):
+    for module in called_parts(layer):
         weight = module._parameters.get("weight")
         if weight is not None and weight.ndim == 1:
             return int(weight.shape[0])

@@ -66,7 +66,7 @@ from .decoder_calls import DecoderCalls, readers_without_head
 from .joined_calls import JoinedCalls
 from .layer_attention import attention_of, heads_of_keys, source_attention
 from .layer_calls import LayerCalls, TracedForward
-from .layer_sizes import layer_width, parts_of, rotated_size
+from .layer_sizes import called_parts, layer_width, rotated_size
 from .native_calls import NativeCalls
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
@@ -275,7 +275,7 @@ def layer_sites(
     readers = readers_without_head(model)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     for name, module in modules_by_name(model):
-        parts = parts_of(module) if name.rpartition(".")[2].isdecimal() else module.children()
+        parts = called_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
         inner = [child for child in parts if child in attention]
         has_states = any(child in states for child in module.children())
         if not (inner or has_states) or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
