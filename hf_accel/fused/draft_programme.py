@@ -143,7 +143,8 @@ class DraftProgramme:
         self._pages: KV | None = None  # of which these are the fields
         self._page_numbers: tuple[int, ...] = ()
         self.hidden, dtype = layer.width, layer.dtype
-        if layer.biased_heads or layer.source is not None or layer.by_position is not None:
+        others = layer.source, layer.by_position, layer.of_layer, layer.leaves, layer.taken
+        if layer.biased_heads or any(each is not None for each in others):
             raise UntraceableError("its layer reads more than its own pages")
         if parts.embeddings.dtype is not dtype or parts.embeddings.shape[1] != self.hidden:
             raise UntraceableError("its embeddings have another dtype or size than its states")
@@ -173,7 +174,7 @@ class DraftProgramme:
             0,
         )
         number = DTYPES[dtype]
-        own = layer.fields((0, 0), CallFields((0,) * 6, NO_STEP, 0, ()), LayerPages(None))
+        own = layer.fields((0, 0, 0), CallFields((0,) * 6, NO_STEP, 0, ()), LayerPages(None))
         self._held = (
             read,
             fused,
@@ -335,7 +336,7 @@ class _Operations:
     def fields(self, dtype: int) -> tuple[int, ...]:
         """Return the fields of a LayerCall."""
         fixed = ctypes.addressof(self.structs), ctypes.addressof(self.starts), len(self.structs), self.width
-        return (*fixed, 0, 0, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, *NO_STATES, 0, dtype, 0, 0, 0, 0)
+        return (*fixed, 0, 0, 0, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, *NO_STATES, 0, dtype, 0, 0, 0, 0)
 
 
 _NO_PAGES = (0, 0, 0, 1, *(0,) * 15)  # cos to num_written of a LayerCall, for one batch

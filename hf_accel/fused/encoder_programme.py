@@ -65,6 +65,8 @@ class EncoderProgramme(NativeOperations):
         self, trace: Trace, scale: float, table_dtype: torch.dtype | None = None, *, causal: Causal | None = None,
     ) -> None:  # fmt: skip
         refuse_over_rows(trace.operations)
+        if any(each is not None for each in (trace.of_layer, trace.leaves, trace.taken)):
+            raise UntraceableError("it is given more than its hidden states")
         attends = next(operation.values for operation in trace.operations if operation.kind == "attend")
         self.layer_idx, self.rotates_last = trace.layer_idx, False
         self.causal, self.first_counts = causal is not None, causal is None or causal.first_counts
@@ -204,7 +206,7 @@ class EncoderProgramme(NativeOperations):
             rows = x[part]
             cos, sin = (0, 0) if tables is None else (each[part].data_ptr() for each in tables)
             run_layer(
-                *self._fixed, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
+                *self._fixed, 0, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
                 k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0, 0,
                 starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
                 0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, *NO_STATES, 0,

@@ -66,12 +66,17 @@ def together_with(operations: list[Operation]) -> dict[int, list[Operation]]:
 JOINABLE = ("linear", "gated", "norm", "rope", "write", "attend", "add")
 
 
-def refuse_others(operations: list[Operation]) -> None:
+def refuse_others(trace: Trace) -> None:
     """Raise UntraceableError for an operation that a JoinedLayer cannot compute."""
-    for operation in operations:
+    if trace.leaves is not None or trace.taken is not None:
+        raise UntraceableError("it shares keys and values with other layers")
+    for operation in trace.operations:
         values = operation.values
         is_linear = operation.kind != "linear" or isinstance(operation.modules[0], nn.Linear)
         is_plain = operation.kind != "attend" or (values["factor"] == 1 and not values["biased"])
+        is_plain = is_plain and (
+            operation.kind != "rope" or (values["kv_heads"] > 0 and not values.get("half_tables"))
+        )
         known = operation.kind in JOINABLE and is_linear and is_plain and not {"activation", "vector"} & values.keys()
         if not known or any(span.head for span in operation.inputs):
             raise UntraceableError("one of its steps has no call on a GPU")
@@ -95,7 +100,7 @@ class JoinedLayer(TracedLayer):
         following: nn.Module | None,
     ) -> None:  # fmt: skip
         super().__init__(trace, table_dtype, attention, device)
-        refuse_others(trace.operations)
+        refuse_others(trace)
         if self.others:
             raise UntraceableError("it returns more than its hidden states")
         self.following = following

@@ -34,6 +34,7 @@ from .traced_layer import Attention, TracedLayer
 MOST_TOKENS = 256
 NO_OPERATIONS: list[Operation] = []
 NO_STEP = (0,) * 9  # slots to num_written of a LayerCall
+GIVEN = -(2**63)  # where a buffer begins that is no memory of the call, see kernels.h
 ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
 
 
@@ -115,18 +116,19 @@ class LayerPages(NamedTuple):
 
 
 def buffer_starts(
-    operations: Sequence[LayerOp], widths: Sequence[int], kept: Sequence[int] = ()
+    operations: Sequence[LayerOp], widths: Sequence[int], kept: Sequence[int] = (), given: int | None = None
 ) -> tuple[list[int], int]:
     """Return where the buffers of a call begin, in numbers of a token, and how many numbers there are in all.
 
     Buffers share memory if the last operation that uses the one comes before the first that uses the other. So a call
     needs less of the caches. The layer's input and output are not among them and begin at 0. kept: those that are read
-    behind the call, one after the other where its output is; see LayerCall.
+    behind the call, one after the other where its output is; see LayerCall. given: the one that a layer is given
+    besides its input; None without.
     """
     used: dict[int, list[int]] = {}
     for index, operation in enumerate(operations):
         for place in (operation.x, operation.y, operation.z, operation.out, operation.out2):
-            if place.stride and place.buffer > OUTPUT and place.buffer not in kept:
+            if place.stride and place.buffer > OUTPUT and place.buffer not in (*kept, given):
                 used.setdefault(place.buffer, []).append(index)
     starts, total, placed = [0] * len(widths), 0, list[int]()
     for buffer, uses in used.items():
@@ -139,6 +141,8 @@ def buffer_starts(
         placed.append(buffer)
     for place, buffer in enumerate(kept):
         starts[buffer] = ~(place * widths[buffer])
+    if given is not None:
+        starts[given] = GIVEN
     return starts, total
 
 
@@ -146,6 +150,7 @@ class NativeOperations(NativeParts):
     """The operations of a layer as C structs. Raises UntraceableError for an operation that has no kernel."""
 
     tail: LayerTail | None = None
+    of_layer: Span | None = None
 
     def compile(self, widths: Sequence[int], behind: list[Operation] = NO_OPERATIONS) -> None:
         """Make the structs. widths: of the buffers. behind: the operations that follow the native call."""
@@ -157,7 +162,9 @@ class NativeOperations(NativeParts):
         compiled = [self._compile(operation) for operation in joined]
         self.linears = [module for each in joined if each.kind in ("linear", "gated") for module in each.modules]
         self._ops = (LayerOp * len(compiled))(*compiled)
-        starts, width = buffer_starts(compiled, self._widths, self._kept)
+        starts, width = buffer_starts(
+            compiled, self._widths, self._kept, None if self.of_layer is None else self.of_layer.buffer
+        )
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
         self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
@@ -227,7 +234,8 @@ class LayerProgramme(NativeOperations, TracedLayer):
     attends: the module that attends to the tokens of a sequence; None for a layer with a state alone. biased_heads,
     own_bias: see EncoderProgramme. tail: the operations from a module that is called on; None if all are one native
     call. by_position: what the code makes the factors of its queries of; None if they have none. is_source_biased:
-    whether it adds a bias to the scores of an encoder's output, which can be zeros alone.
+    whether it adds a bias to the scores of an encoder's output, which can be zeros alone. of_layer: the place of what
+    it is given besides its hidden states, see Record; None if it gets no such.
     """
 
     over_rows = False
@@ -240,6 +248,7 @@ class LayerProgramme(NativeOperations, TracedLayer):
         source_attention: Attention | None = None,
     ) -> None:
         super().__init__(trace, table_dtype, attention, torch.device("cpu"))
+        self.of_layer = trace.of_layer
         self.operations, behind = split(trace.operations, trace.widths)
         self.source_attention = source_attention
         self.attends: nn.Module | None = None
@@ -266,17 +275,19 @@ class LayerProgramme(NativeOperations, TracedLayer):
     def __call__(
         self, x: Tensor, fields: CallFields, pages: LayerPages,
         *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
+        given: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
         bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where it takes
-        them. None, after K and V or states were written, if a module does not return what the trace expects: the
-        layer's code writes the same again.
+        them. given: [B, Q, size of `of_layer`], contiguous. None, after K and V or states were written, if a module
+        does not return what the trace expects: the layer's code writes the same again.
         """
         shape = (len(self._kept), *x.shape) if self._kept else x.shape
         out = x.new_empty(shape) if x.dtype is self.out_dtype else x.new_empty(shape, dtype=self.out_dtype)
         added = None if adapters is None else self._added(adapters)
-        run_layer(*self.fields((x.data_ptr(), out.data_ptr()), fields, pages, bias=bias, added=added))
+        places = (0 if given is None else given.data_ptr(), x.data_ptr(), out.data_ptr())
+        run_layer(*self.fields(places, fields, pages, bias=bias, added=added))
         return out if self.tail is None else self.tail(x, out)
 
     @property
@@ -285,12 +296,12 @@ class LayerProgramme(NativeOperations, TracedLayer):
         return [] if self.tail is None else self.tail.called
 
     def fields(
-        self, places: tuple[int, int], fields: CallFields, pages: LayerPages,
+        self, places: tuple[int, int, int], fields: CallFields, pages: LayerPages,
         *, bias: tuple[int, int, int, int] = NO_BIAS, added: Adapters | None = None,
     ) -> tuple[int, ...]:  # fmt: skip
         """Return the fields of the struct of a call, see `__call__`.
 
-        places: the addresses of x and out. added: what adapters add.
+        places: the addresses of what it is given besides x (0 for nothing), x and out. added: what adapters add.
         """
         dtype = DTYPES[self.dtype]
         own, source, dtypes = pages.own, pages.source, (dtype, dtype)

@@ -128,6 +128,7 @@ def nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | Non
 # -- rotations -----------------------------------------------------------------------------------------
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
+HALF_TABLES = 4  # the kernels' number for pairs of the halves with tables of half as many numbers as a head
 
 
 @dataclass(frozen=True)

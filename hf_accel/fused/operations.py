@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from ..recognition.unchanged import Read
 from ..tensors import is_plain_tensor
 from ..undo.state import FUSED
 from .latent_operations import LATENT_OPERATIONS
-from .modules import RotaryForm, form_of_rotation
+from .modules import HALF_TABLES, RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form, weight_of
 from .partial_rotation import leaves_rest, rotation_over_rows
@@ -119,15 +120,19 @@ class NormOperation(NativeOperation):
 
 
 class LayerNormOperation(NativeOperation):
-    """A LayerNorm, of a sum if it has two inputs, which is the second result if that is read again."""
+    """A LayerNorm of a row, or of each of its heads. If it has two inputs, it is that of their sum, which is the
+    second result if it is read again.
+    """
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         (norm,) = operation.modules
-        fields: dict[str, Any] = {"dim": operation.values["dim"], "eps": operation.values["eps"]}
+        values = operation.values
+        fields: dict[str, Any] = {name: values[name] for name in ("heads", "dim", "eps", "offset")}
+        fields["ahead"] = values["dim"] if values["by_head"] else 0
         for name in ("weight", "bias"):
             tensor = norm._parameters.get(name)
             parts.note(norm._parameters, name)
-            if name not in norm._parameters:
+            if name not in norm._parameters and type(norm) is nn.LayerNorm:
                 raise UntraceableError("a norm computes its weight or bias")
             if tensor is None:
                 continue
@@ -139,17 +144,26 @@ class LayerNormOperation(NativeOperation):
         return fields
 
     def compute(self, operation: Operation, rows: HeldRows) -> list[Tensor]:
-        norm: Any = operation.modules[0]
-        x, y = [*(rows.columns(span, operation.values["dim"]) for span in operation.inputs), None][:2]
+        parameters, values = operation.modules[0]._parameters, operation.values
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        eps, offset, heads = values["eps"], values["offset"], values["heads"]
+        if heads > 1:
+            each = rows.heads(operation.inputs[0], heads, values["dim"])
+            if not values["by_head"]:
+                return [layer_norm(each, weight, bias, eps, offset=offset).flatten(1)]
+            weights, biases = (heads * [None] if tensor is None else tensor for tensor in (weight, bias))
+            parts = zip(each.unbind(1), weights, biases, strict=True)
+            return [torch.cat([layer_norm(x, w, b, eps, offset=offset) for x, w, b in parts], dim=1)]
+        x, y = [*(rows.columns(span, values["dim"]) for span in operation.inputs), None][:2]
         assert x is not None
         if len(operation.outputs) == 2:
             assert y is not None
-            return list(add_layer_norm(x, y, norm.weight, norm.bias, eps=operation.values["eps"]))
-        return [layer_norm(x, norm.weight, norm.bias, operation.values["eps"], y=y)]
+            return list(add_layer_norm(x, y, weight, bias, eps=eps, offset=offset))
+        return [layer_norm(x, weight, bias, eps, y=y, offset=offset)]
 
 
 class RotationOperation(NativeOperation):
-    """A rotation of queries and keys by cos and sin."""
+    """A rotation of queries and keys, or of one of them, by cos and sin."""
 
     def refusal(self, operation: Operation, planned: Planned) -> str | None:
         function = operation.values["function"]
@@ -164,8 +178,13 @@ class RotationOperation(NativeOperation):
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         form = parts.rotary_form(operation)
         assert parts.table_dtype is not None
-        return {name: operation.values[name] for name in ("heads", "kv_heads", "dim")} | {
-            "interleaved": form.interleaved,
+        values, interleaved = operation.values, int(form.interleaved)
+        if values.get("half_tables"):
+            if interleaved or parts.table_size != values["dim"] // 2:
+                raise UntraceableError("its rotation has no native call")
+            interleaved = HALF_TABLES
+        return {name: values[name] for name in ("heads", "kv_heads", "dim")} | {
+            "interleaved": interleaved,
             "round_each": rounds_each(parts.dtype, parts.table_dtype, round_each=form.round_each),
         }
 
@@ -173,12 +192,13 @@ class RotationOperation(NativeOperation):
         values, form = operation.values, rows.parts.forms[id(operation)]
         assert isinstance(form, RotaryForm)
         assert rows.tables is not None
-        q, k = (
+        tensors = [
             rows.heads(span, values[heads], values["dim"]).transpose(0, 1)[None]
-            for span, heads in zip(operation.inputs, ("heads", "kv_heads"), strict=True)
-        )
+            for span, heads in zip(operation.inputs, ("heads", "kv_heads"), strict=False)
+        ]
+        q, k = [*tensors, tensors[0][:, :0]][:2]
         rotated = rope(q, k, *rows.tables, interleaved=form.interleaved, round_each=form.round_each)
-        return [each[0].transpose(0, 1).reshape(q.shape[2], -1) for each in rotated]
+        return [each[0].transpose(0, 1).reshape(q.shape[2], -1) for each in rotated[: len(tensors)]]
 
 
 class WriteOperation(NativeOperation):
@@ -315,5 +335,7 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
         if sinks_of(operation) is not None:
             raise UntraceableError("attention with sinks has no native call over rows")
+        if operation.values.get("half_tables"):
+            raise UntraceableError("tables of half a head have no native call over rows")
         if operation.kind != "take_heads" and any(span.head for span in operation.inputs):
             raise UntraceableError("it takes parts of heads")

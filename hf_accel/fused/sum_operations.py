@@ -61,14 +61,16 @@ class AffineOperation(NativeOperation):
 
 
 class MultiplyOperation(NativeOperation):
-    """factor * x, or vector * x, by the kernel of sums."""
+    """factor * x, or vector * x, by the kernel of sums. A vector may be one number for all columns."""
 
     over_rows = False
 
     def fields(self, operation: Operation, parts: NativeParts) -> dict[str, Any]:
         values, vector = operation.values, operation.values["vector"]
-        scale = {"scale": values["factor"]} if vector is None else {"weight": vector_address(vector, parts)}
-        return {"dim": values["dim"], **scale}
+        if vector is None:
+            return {"dim": values["dim"], "scale": values["factor"]}
+        one = vector.parameter.numel() == 1 < values["dim"]
+        return {"dim": values["dim"], "weight": vector_address(vector, parts), "window": int(one)}
 
 
 class ConvertOperation(NativeOperation):

@@ -110,8 +110,8 @@ class TracedLayer(Traced):
 
     max_tokens: the most tokens of a call. written: empty if it keeps no keys and values, nor what pages hold as such.
     state_sizes: None if it keeps no states of fixed size. attends_to_pages: whether it attends to what it keeps.
-    keeps: that, and whether it keeps states. is_one_call: whether all linear layers are products of one native
-    call, which can add something else to their results.
+    leaves, taken: see AttentionRecord. keeps: that, and whether it keeps states. is_one_call: whether all linear
+    layers are products of one native call, which can add something else to their results.
     """
 
     max_tokens: int
@@ -124,6 +124,9 @@ class TracedLayer(Traced):
         self.table_size = trace.table_size
         assert trace.layer_idx is not None
         self.layer_idx, self.written, self.sizes = trace.layer_idx, list[Tensor](), (0, 0, 0)
+        self.leaves, self.taken = trace.leaves, trace.taken
+        if self.taken is not None:
+            self.sizes = self.taken[1:]
         if self.write is not None:
             kv = self.write.values
             # Empty K and V, with the shape and the dtype of those that are written.
@@ -141,7 +144,7 @@ class TracedLayer(Traced):
     def limits(self) -> tuple[object, ...]:
         """The sizes that `takes` and `fits` compare, besides dtypes and the device."""
         shapes = (tensor.shape for tensor in self.written)
-        return self.width, self.max_tokens, self.attention.window, self.state_sizes, *shapes
+        return self.width, self.max_tokens, self.attention.window, self.state_sizes, self.leaves, self.taken, *shapes
 
     def takes(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, *, tokens: int) -> bool:
         """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""

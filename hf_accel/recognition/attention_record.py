@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from .call_form import BIAS
 from .expanded_keys import Expanded
+from .left_keys import TakenKeys
 from .operation import Operation, UntraceableError
 from .packed import as_row, attended_again, is_packed, is_second
 from .record import Record
@@ -21,10 +23,17 @@ from .symbols import SOURCE, TOKENS, Computed, Zeros
 class AttentionRecord(Record):
     """A Record whose code may write keys and values, and attend.
 
-    expanded: the keys and values that the code makes of compressed ones; None if it has made none.
+    expanded: the keys and values that the code makes of compressed ones; None if it has made none. leaves: the name
+    under which it leaves its keys and values for other layers, None if it leaves none. taken: those of another layer
+    that it attends to, None for its own. taken_window: the keys that pages hold of them, None for all. heads_of: gives
+    how many heads of keys an attention module reads, and the numbers of a key and a value; None if they are not known.
     """
 
     expanded: Expanded | None = None
+    leaves: str | None = None
+    taken: TakenKeys | None = None
+    taken_window: int | None = None
+    heads_of: Callable[[nn.Module], tuple[int, int, int] | None] = staticmethod(lambda module: None)
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
         require(key, heads=True)

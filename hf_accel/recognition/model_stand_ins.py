@@ -1,8 +1,10 @@
-"""Stand-ins for the config and the cache that the code of a traced layer reads."""
+"""Stand-ins for the config, the cache, and the linear layers and norms that the code of a traced layer reads."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import nn
 
 from .operation import UntraceableError
 from .stand_ins import ATTENTION, ATTENTION_KEPT, Recorder, StandIn
@@ -75,3 +77,30 @@ class CacheStandIn(Opaque):
 
     def __bool__(self) -> bool:
         return True
+
+
+class LinearStandIn:
+    """A linear layer, of which the code may ask whether its weight has the dtype of the numbers."""
+
+    def __init__(self, trace: Any, module: nn.Module) -> None:
+        self._trace, self._module = trace, module
+
+    def __call__(self, x: Any) -> StandIn:
+        product: StandIn = self._trace.linear(self._module, x)
+        return product
+
+    @property
+    def weight(self) -> Opaque:
+        weight = self._module._parameters.get("weight")
+        self._trace.note(self._module._parameters, "weight", weight)
+        if weight is not None and weight.dtype is not self._trace.dtype:
+            raise UntraceableError("the weight of a module has another dtype than its input")
+        return Opaque("weight", dtype=self._trace.dtype)
+
+
+class NormStandIn(LinearStandIn):
+    """An RMSNorm, of which the code may ask the same."""
+
+    def __call__(self, x: Any) -> StandIn:
+        normed: StandIn = self._trace.norm(self._module, x)
+        return normed

@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK, as_usual
+from .call_form import BIAS, MASK, SOURCE_BIAS, SOURCE_MASK
 from .of_positions import OfPositions, RoundedNext
 from .operation import Kind, Operation, Span, UntraceableError, WidthError
-from .packed import Starts, is_packed, joined, rotated_row
+from .packed import Starts, joined
+from .rotations import rotate
 from .row_convolution import sizes_of_linear
 from .scores import PRODUCTS, drops
 from .source_stand_ins import FIRST_OF_SOURCE, SourceKeys, as_source
 from .stand_ins import ModuleStandIn, StandIn, require
 from .symbols import SOURCE, TOKENS, Opaque, Vector
-from .trial import NAMES_OF_EPS, PLAIN_ACTIVATIONS, GatedNames, activation_name, settings_of_norm
+from .trial import NORM_SIZES, PLAIN_ACTIVATIONS, GatedNames, activation_name, layer_norm_form, settings_of_norm
 from .unchanged import HOOKS, Read, has_own_forward, is_derived, is_others_class, replaced_in
 
 ZEROS = (("constant", None), ("constant", 0))  # how code asks pad for zeros
@@ -38,10 +39,13 @@ class Record:
     source: how the keys of an encoder's output are computed; None if the code attends to none. knows_source: whether
     the cache has them before the pass. tried: whether a trial of the model has shown that its tokens see those before
     them, and all of an encoder's output, whatever its code does with masks. running: the modules whose code runs.
+    of_layer: the buffer of what the layer is given besides its hidden states, as Gemma 4's are; None for no such.
+    overwritten: buffers in whose place the code has written, and how many operations came before.
     """
 
     mask_hides = False  # a caller may give a mask with any numbers
     source: SourceKeys | None = None
+    of_layer: Span | None = None
     knows_source = False
     tried = False
 
@@ -59,6 +63,7 @@ class Record:
         self.given: dict[str, Any] = {}  # what stands for the tensors of the call
         self.layer_idx: int | None = None
         self.running: list[ModuleStandIn] = []
+        self.overwritten: list[tuple[int, int]] = []
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
@@ -126,18 +131,23 @@ class Record:
         return self.put("activation", [x], x.width, activation=name, heads=heads)
 
     def layer_norm(self, module: nn.Module, x: Any) -> StandIn:
-        """Record a LayerNorm, of torch or of code that is tried to be one, which has no such settings."""
-        require(x, heads=False)
-        own = vars(module)
+        """Record a LayerNorm of a row, or of each of its heads: torch's, or code that a trial finds to be one."""
+        form = layer_norm_form(module)
+        if form is None:
+            raise UntraceableError("a norm is not known")
+        heads = x.heads if isinstance(x, StandIn) and not x.merged else None
+        require(x if heads is None else replace(x, heads=None, transposed=False), heads=False)
+        own, dim = vars(module), x.shape[-1]
         weight = module._parameters.get("weight")
-        sizes = own.get("normalized_shape") if isinstance(module, nn.LayerNorm) else tuple(weight.shape)  # type: ignore[union-attr]
-        if sizes != (x.width,):
+        sizes = own[NORM_SIZES] if NORM_SIZES in own or weight is None else tuple(weight.shape)
+        by_head = sizes == (heads, dim) and not x.transposed
+        if sizes != (dim,) and not by_head:
             raise UntraceableError("a norm takes another number of inputs")
         (self.visit_known if type(module) is nn.LayerNorm else self.visit)(module)  # code of others was tried
         for name, value in settings_of_norm(module).items():
             self.note(own, name, value)
-        eps = next(own[name] for name in NAMES_OF_EPS if name in own)
-        return self.put("layer_norm", [x], x.width, modules=(module,), dim=x.width, eps=eps)
+        values = form._asdict() | {"heads": heads or 1, "dim": dim, "by_head": by_head}
+        return self.put("layer_norm", [x], x.width, modules=(module,), **values)
 
     def norm(self, module: nn.Module, x: Any) -> StandIn:
         weight = module._parameters.get("weight")
@@ -243,9 +253,29 @@ class Record:
         if not isinstance(other, Vector):
             raise UntraceableError("it multiplies by more than a number")
         require(x, heads=False, flat=False)
+        if other.parameter.shape == (1,) and x.is_whole and other.parameter.dtype is self.dtype:
+            return self.put("multiply", [x], x.width, factor=1.0, vector=other, dim=x.width)
         if other.parameter.shape != (x.width,) or other.parameter.dtype is not self.dtype:
             raise UntraceableError("it multiplies by a parameter of another size or dtype")
         return self.put("scale", [x], x.width, vector=other)
+
+    def multiply_in_place(self, x: StandIn, other: Any) -> StandIn:
+        """Record the product of a sum with a parameter that is one number, which takes the place of the sum.
+
+        Whatever reads the sum later, by another name, would read the product: see `refuse_overwritten`.
+        """
+        made = [o.kind for o in self.operations if any(span.buffer == x.span.buffer for span in o.outputs)]
+        if made != ["add"] or not isinstance(other, Vector) or other.parameter.shape != (1,):
+            raise UntraceableError("it writes to a tensor in place")
+        product: StandIn = self.multiply(x, other)
+        self.overwritten.append((x.span.buffer, len(self.operations)))
+        return product
+
+    def refuse_overwritten(self) -> None:
+        """Raise UntraceableError if the code reads a tensor again in whose place it has written."""
+        for buffer, before in self.overwritten:
+            if any(span.buffer == buffer for operation in self.operations[before:] for span in operation.inputs):
+                raise UntraceableError("it writes to a tensor in place")
 
     def by_positions(self, x: StandIn, numbers: OfPositions) -> Any:
         """Record x, [B, H, T, D] or [B, T, H, D], times a number of each token, by its position."""
@@ -310,31 +340,5 @@ class Record:
         values = {"heads": x.heads, "dim": x.shape[3], "value_dim": y.shape[3]}
         return self.put("join", [x, y], x.width + y.width, **values)
 
-    def rotate(self, original: Any, *args: Any, **kwargs: Any) -> tuple[StandIn, StandIn]:
-        if len(args) != 4 or not as_usual(original, kwargs) or (args[2], args[3]) != self.tables:
-            raise UntraceableError("it rotates in a way of its own")
-        q, k = args[:2]
-        if is_packed(q):
-            return rotated_row(self, original, *args, **kwargs)  # type: ignore[no-any-return]
-        k = self.multiplied(k)
-        factor = getattr(q, "factor", 1.0)  # of queries that are scaled ahead of the rotation
-        q = replace(q, factor=1.0) if factor != 1 else q
-        for x in (q, k):
-            require(x, heads=True)
-        if q.shape[3] != k.shape[3]:
-            raise UntraceableError("queries and keys have heads of different sizes")
-        if q.cached or k.cached:
-            raise UntraceableError("it rotates what comes from the cache")
-        size, dim = self.table_size or q.shape[3], q.shape[3]
-        if size > dim:
-            raise UntraceableError("its cos and sin have more numbers than a head")
-        rotated = [x if size == dim else x[..., :size] for x in (q, k)]
-        outs = [self.buffer(x.width) for x in rotated]
-        values = {
-            "function": original, "heads": q.heads, "kv_heads": k.heads, "dim": size, "partial": size < dim,
-        }  # fmt: skip
-        self.operations.append(Operation("rope", [x.span for x in rotated], outs, values=values))
-        q_out, k_out = (replace(x, span=out) for x, out in zip(rotated, outs, strict=True))
-        if size < dim:
-            q_out, k_out = self.join(q_out, q[..., size:]), self.join(k_out, k[..., size:])
-        return replace(q_out, factor=factor), k_out
+    def rotate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return rotate(self, original, *args, **kwargs)

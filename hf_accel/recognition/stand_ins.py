@@ -49,6 +49,8 @@ class Recorder(Protocol):
 
     def multiply(self, x: StandIn, other: Any) -> StandIn: ...
 
+    def multiply_in_place(self, x: StandIn, other: Any) -> StandIn: ...
+
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]: ...
 
     def attend(self, module: Any, qkv: tuple[Any, Any, Any], mask: Any, options: dict[str, Any]) -> StandIn: ...
@@ -270,7 +272,8 @@ class StandIn:
     def __iadd__(self, other: Any) -> StandIn:
         raise UntraceableError("it writes to a tensor in place")  # which may have other names
 
-    __imul__ = __iadd__
+    def __imul__(self, other: Any) -> StandIn:
+        return self.trace.multiply_in_place(self, other)
 
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it calls Tensor.{name}")

@@ -26,7 +26,9 @@ from .call_form import (
     CACHE,
     CACHES,
     MASK,
+    OF_LAYER,
     POSITION_IDS,
+    SHARED_KEYS,
     SOURCE_BIAS,
     SOURCE_MASK,
     SOURCE_STATES,
@@ -39,7 +41,8 @@ from .complex_rotation import ROTATION_BY_COMPLEX, ComplexTable, rotate_by_compl
 from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
-from .model_stand_ins import CacheStandIn, ConfigStandIn
+from .left_keys import KEYS_LEFT, VALUES_LEFT, SharedKeys
+from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .scores import Scores
@@ -69,6 +72,8 @@ from .trial import (
 from .unchanged import PLAIN_TYPES
 
 CPU = torch.device("cpu")
+ENDS = ("add", "layer_norm", "affine", "multiply")  # the operations that a layer may end with
+SIZE_OF_LAYER = "hidden_size_per_layer_input"  # the attribute of a layer that says how many numbers OF_LAYER has
 WEIGHTS = "attention_weights"  # the name of those that a layer returns with its states
 
 
@@ -123,11 +128,14 @@ class Trace(AttentionRecord):
                 raise UntraceableError("its parts keep what belongs to several layers")
             self.layer_idx = known.layer_of(module)
         written = {INPUT, *(span.buffer for operation in self.operations for span in operation.outputs)}
+        written |= set() if self.of_layer is None else {self.of_layer.buffer}
+        written |= set() if self.taken is None else {KEYS_LEFT, VALUES_LEFT}
         if not written.issuperset(span.buffer for operation in self.operations for span in operation.inputs):
             raise UntraceableError("it reads an activation again that it multiplied")
         whole = isinstance(result, StandIn) and result.shape == self._states.shape and result.factor == 1
-        if not whole or [result.span] != last.outputs or last.kind not in ("add", "layer_norm", "affine"):
-            raise UntraceableError("it returns something else than its last sum or norm")
+        if not whole or [result.span] != last.outputs or last.kind not in ENDS:
+            raise UntraceableError("it returns something else than its last sum, norm or product")
+        self.refuse_overwritten()
         self.operations, self.gives_wide = folded(self.operations), result.wide
         self.widths[OUTPUT] = width * (self.floats if result.wide else 1)
         self.operations[-1].outputs[0] = Span(OUTPUT, 0, self.widths[OUTPUT])
@@ -172,6 +180,9 @@ class Trace(AttentionRecord):
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
+        tensors |= {SHARED_KEYS: SharedKeys(self)}
+        if OF_LAYER in form.tensors:
+            tensors[OF_LAYER] = self._of_layer(module)
         if form.one_table:
             tensors[TABLES] = ComplexTable(self.device) if rotates_by_complex(module) else Opaque(TABLES)
         self.given = {name: tensors[name] for name in form.tensors}
@@ -189,6 +200,14 @@ class Trace(AttentionRecord):
             raise
         except Exception as error:  # the code fails on a stand-in with an error of its own
             raise UntraceableError(reason_of_failure(error)) from error
+
+    def _of_layer(self, module: nn.Module) -> Any:
+        """Return what stands for numbers of each token that are the layer's own, [B, T, size]; see Record.of_layer."""
+        size = vars(module).get(SIZE_OF_LAYER)
+        if type(size) is not int or size < 1:
+            return Opaque(OF_LAYER)
+        self.of_layer = self.buffer(size)
+        return StandIn(self, self.of_layer, size)
 
     def attribute(self, stand_in: ModuleStandIn, module: nn.Module, name: str) -> Any:
         """Return what the code reads as self.name."""
@@ -209,6 +228,8 @@ class Trace(AttentionRecord):
         if isinstance(value, nn.Module) and holder is not own:
             return self.child(value)
         if isinstance(value, nn.Parameter) and value.ndim == 1:
+            return Vector(holder, name, value)
+        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.shape == (1,):
             return Vector(holder, name, value)
         if name in own and callable(getattr(value, "to_dict", None)):
             return ConfigStandIn(self, value)
@@ -305,31 +326,6 @@ class Trace(AttentionRecord):
             elif activation is not None:
                 self.note(forward.__globals__, name, function)
                 yield name, partial(self.activate, activation)
-
-
-class LinearStandIn:
-    """A linear layer, of which the code may ask whether its weight has the dtype of the numbers."""
-
-    def __init__(self, trace: Trace, module: nn.Module) -> None:
-        self._trace, self._module = trace, module
-
-    def __call__(self, x: Any) -> StandIn:
-        return self._trace.linear(self._module, x)
-
-    @property
-    def weight(self) -> Opaque:
-        weight = self._module._parameters.get("weight")
-        self._trace.note(self._module._parameters, "weight", weight)
-        if weight is not None and weight.dtype is not self._trace.dtype:
-            raise UntraceableError("the weight of a module has another dtype than its input")
-        return Opaque("weight", dtype=self._trace.dtype)
-
-
-class NormStandIn(LinearStandIn):
-    """An RMSNorm, of which the code may ask the same."""
-
-    def __call__(self, x: Any) -> StandIn:
-        return self._trace.norm(self._module, x)
 
 
 def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:

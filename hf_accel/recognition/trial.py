@@ -108,28 +108,54 @@ def seems_rms_norm(module: nn.Module) -> bool:
     if name.endswith("Norm") and not own["_parameters"] and not own["_modules"] and type(own.get("eps")) is float:
         return True
     is_t5s = name.endswith("LayerNorm") and not isinstance(module, nn.LayerNorm)
-    return is_t5s and "variance_epsilon" in own and list(own["_parameters"]) == ["weight"]
+    is_t5s = is_t5s and "variance_epsilon" in own and list(own["_parameters"]) == ["weight"]
+    return is_t5s and not is_layer_norm(module)
 
 
 NAMES_OF_EPS = ("eps", "variance_epsilon")
+USUAL_EPS = 1e-5  # of torch's LayerNorm, which code also writes that has no name for it
+NORM_SIZES = "normalized_shape"
+
+
+class LayerNormForm(NamedTuple):
+    """(x - mean) / sqrt(variance + eps) * (offset + weight) + bias, of which a module has the parameters that it has.
+
+    A weight [heads, dim] has other factors for each head.
+    """
+
+    eps: float
+    offset: float = 0.0
+
+
+def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
+    """Return how a module normalizes, if it is torch's LayerNorm, or code of its own that a trial finds to compute
+    one, as DeBERTa's, or Cohere's without a bias; None for any other.
+    """
+    own = vars(module)
+    if type(module) is nn.LayerNorm:
+        return LayerNormForm(own["eps"])
+    parameters = own["_parameters"]
+    if own["_modules"] or own["_buffers"] or not set(parameters) <= {"weight", "bias"}:
+        return None
+    if "LayerNorm" not in type(module).__name__ or ("bias" in parameters and "weight" not in parameters):
+        return None
+    if any(each is None or each.ndim not in (1, 2) or each.shape != parameters["weight"].shape
+           for each in parameters.values()):  # fmt: skip
+        return None
+    settings = settings_of_norm(module)
+    sizes = settings.pop(NORM_SIZES, None)
+    if not isinstance(sizes, (tuple, type(None))) or not all(isinstance(v, PLAIN_TYPES) for v in settings.values()):
+        return None
+    if not parameters and sizes is None:  # nothing says how many numbers it takes
+        return None
+    ranks = tuple(each.ndim for each in parameters.values())
+    equal = (original_class(module), *parameters, *ranks, *sorted(settings.items()))
+    return answer_once(_found_layer_norm, module, equal=equal)
 
 
 def is_layer_norm(module: nn.Module) -> bool:
-    """Return whether a module is torch's LayerNorm, or code of its own that computes the same, as DeBERTa's."""
-    if type(module) is nn.LayerNorm:
-        return True
-    own = vars(module)
-    plain = not own["_modules"] and not own["_buffers"] and list(own["_parameters"]) == ["weight", "bias"]
-    if not plain or not type(module).__name__.endswith("LayerNorm") or isinstance(module, nn.LayerNorm):
-        return False
-    if any(each is None or each.ndim != 1 for each in own["_parameters"].values()):
-        return False
-    settings = settings_of_norm(module)
-    if not all(isinstance(value, PLAIN_TYPES) for value in settings.values()):
-        return False
-    if type(settings.get("variance_epsilon")) is not float:
-        return False
-    return answer_once(_computes_layer_norm, module, equal=(original_class(module), *sorted(settings.items())))
+    """Return whether a module computes a LayerNorm of which the form is known."""
+    return layer_norm_form(module) is not None
 
 
 def settings_of_norm(module: nn.Module) -> dict[str, Any]:
@@ -140,17 +166,31 @@ def settings_of_norm(module: nn.Module) -> dict[str, Any]:
 _OF_MODULES = vars(nn.Module()).keys()
 
 
-def _computes_layer_norm(module: nn.Module) -> bool:
-    """Return whether the code of a module's class computes a LayerNorm of float32, with weights of a trial."""
-    kind, numbers, eps = original_class(module), RandomNumbers(), vars(module)["variance_epsilon"]
-    weight, bias = (nn.Parameter(numbers(12), requires_grad=False) for _ in range(2))
-    twin = unwatched_twin(module, _parameters={"weight": weight, "bias": bias})
+def _found_layer_norm(module: nn.Module) -> LayerNormForm | None:
+    """Return how the code of a module's class normalizes numbers in float32, with parameters of a trial."""
+    kind, numbers, own = original_class(module), RandomNumbers(), vars(module)
+    eps = next((own[name] for name in NAMES_OF_EPS if name in own), USUAL_EPS)
+    if type(eps) is not float:
+        return None
+    size = 12
+    by_head = any(each.ndim == 2 for each in own["_parameters"].values())
+    shape = (2, size) if by_head else (size,)
+    given = {name: nn.Parameter(numbers(*shape), requires_grad=False) for name in own["_parameters"]}
+    twin = unwatched_twin(module, _parameters=given)
+    if NORM_SIZES in own:
+        vars(twin)[NORM_SIZES] = (size,)
     # eps counts at the smallest magnitude
-    tried = [numbers(2, 3, 12) * eps**0.5, numbers(3, 12), numbers(2, 2, 12) * 300 + 7]
-    return all(
-        agree(lambda x=x: kind.forward(twin, x), lambda x=x: F.layer_norm(x, (12,), weight, bias, eps), NEAR_NORM)  # type: ignore[misc]
-        for x in tried
-    )
+    tried = [numbers(2, 3, *shape) * eps**0.5, numbers(3, *shape), numbers(2, 2, *shape) * 300 + 7]
+
+    def ours(x: Tensor, offset: float) -> Tensor:
+        normed = F.layer_norm(x, (size,), None, None, eps)
+        normed = normed * (given["weight"] + offset) if "weight" in given else normed
+        return normed + given["bias"] if "bias" in given else normed
+
+    for offset in (0.0, 1.0) if given else (0.0,):
+        if all(agree(lambda x=x: kind.forward(twin, x), lambda x=x: ours(x, offset), NEAR_NORM) for x in tried):  # type: ignore[misc]  # noqa: B023
+            return LayerNormForm(eps, offset)
+    return None
 
 
 NEAR_NORM = Tolerance(of_largest=1e-5)
@@ -167,6 +207,7 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {
     "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
+    "relu_squared": lambda x: F.relu(x).square(),
 }
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed

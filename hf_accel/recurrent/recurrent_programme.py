@@ -35,7 +35,7 @@ class RecurrentProgramme(NativeOperations):
         out = x.new_empty(batch, row, self.out_width)
         dtype = DTYPES[self.dtype]
         run_layer(
-            *self._fixed, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
+            *self._fixed, 0, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
             0, 0, 0, 0, *NO_STEP, *NO_BIAS, 0, 0, 0, *NO_SOURCE,
             pages.k.data_ptr(), pages.v.data_ptr(), *StateFields.of(states).step, 0,
             dtype, 0, dtype, dtype, threads(),

@@ -32,7 +32,7 @@ from .decoder_calls import has_no_head
 from .encoder_calls import EncoderForward, EncoderLayerCalls, EncoderStackCalls
 from .encoder_checks import scale_of
 from .layer_attention import attend_of, sees_all
-from .sites import refuse_partial_rotation
+from .layer_sizes import refuse_partial_rotation
 
 LAYER = SiteKind(
     "encoder layer", "encoder layers", "one native call each", "every operation of its code is known",

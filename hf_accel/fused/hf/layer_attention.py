@@ -108,6 +108,10 @@ def _planned_heads(spec: AttentionSpec) -> tuple[object, ...]:
     return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim, spec.softcap, spec.sinks
 
 
+def heads_of_keys(spec: AttentionSpec) -> tuple[int, int, int]:
+    return spec.num_kv_heads, spec.head_dim, spec.value_dim
+
+
 def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
     """Return the trace's attention by the rules of our attention function; it must be the planned one."""
     if trace.layer_idx is None:

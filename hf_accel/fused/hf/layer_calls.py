@@ -22,7 +22,7 @@ from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import FLOATS
 from ...linear.experts import is_mixture
-from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
+from ...recognition.call_form import CACHES, OF_LAYER, TENSORS, bound, parameter_names
 from ...recognition.complex_rotation import cos_and_sin
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -31,7 +31,8 @@ from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
 from ..kept_states import Recorded
 from ..traced_layer import TracedLayer
-from .layer_attention import operators_within
+from .key_sharing import leave, may_share
+from .layer_attention import heads_of_keys, operators_within, planned_attention
 from .running_pass import LayerPlace, RunningPass
 
 
@@ -118,8 +119,11 @@ class LayerCalls(ABC, Generic[Layer]):
         assert programme is not None
         if running is not None and not running.is_taken(programme):
             return None
+        place.of_layer = kwargs.get(OF_LAYER)
         pages: Any = cache.layers[programme.layer_idx]
         if pages.group is not place.group or pages.prepared_step() is not place.step:
+            return None
+        if not may_share(programme, pages, place):
             return None
         of_states = None if place.state_group is None else cache.state_layer(programme.layer_idx)
         if of_states is not None and of_states.group is not place.state_group:
@@ -127,7 +131,9 @@ class LayerCalls(ABC, Generic[Layer]):
         out = self.compute(programme, x, pages, place)
         if out is None:
             return None
-        pages.pass_done(place.step)
+        if programme.taken is None:
+            pages.pass_done(place.step)
+        leave(programme, pages, place, len(x))
         if of_states is not None and of_states is not pages:
             of_states.pass_done(place.step)
         if running is not None:
@@ -151,7 +157,7 @@ class LayerCalls(ABC, Generic[Layer]):
             return "its code does something that is not known"
         if not programme.is_unobserved():
             return "a hook wants to see a module"
-        attends, keeps = programme.attends_to_pages, bool(programme.written)
+        attends, keeps = programme.attends_to_pages, bool(programme.written) or programme.taken is not None
         sees = programme.tried or not attends
         known, window = (True, None) if sees else window_of(kwargs.get("attention_mask"))
         whole_cache = cache_of(kwargs)
@@ -217,12 +223,16 @@ class LayerCalls(ABC, Generic[Layer]):
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
         trace.tried = bool(by_operators)
         trace.is_called, trace.states_of, trace.expands = is_mixture, states_kept, expands
+        trace.heads_of = heads_planned
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}
         try:
             given = bound(original_class(layer), (x,), kwargs)
             if given is None or not given[2].tensors <= {*TENSORS}:
                 raise UntraceableError("it is given more than plain values")
             trace.decoder_layer(layer, x.shape[-1], given[2])
+            if trace.taken is not None:  # pages of another layer, of which a plan says nothing to this one
+                pages = tokens_part(cache_of(kwargs)).layers[trace.layer_idx]
+                trace.taken_window = pages.group.window if isinstance(pages, LayerOverPages) else None
             return self.make(trace, layer, x=x, table_dtype=table_dtype)
         except UntraceableError:
             self.reads = Reads(trace.reads)
@@ -233,6 +243,12 @@ def states_kept(module: nn.Module) -> Recorded | None:
     """Return what is known of a module that keeps something else than keys and values; None for any other."""
     known = vars(module).get(FUSED)
     return known if isinstance(known, Recorded) else None
+
+
+def heads_planned(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return the heads of keys that were planned for an attention module, and the numbers of a key and a value."""
+    planned = planned_attention(module)
+    return None if planned is None else heads_of_keys(planned.spec)
 
 
 def expands(module: nn.Module) -> bool:

@@ -42,6 +42,8 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         planned = planned_of(trace, layer)
         attends = attend_of(trace)[0]
         spec = replace(planned.spec, dtype=trace.dtype, bias=attends.values["biased"])
+        if trace.taken is not None:
+            spec = replace(spec, window=trace.taken_window)
         called = as_called(spec, attends)
         if not isinstance(planned.backend, CpuBackend) or planned.backend.refuses(called) is not None:
             raise UntraceableError("its attention has another backend")
@@ -57,14 +59,24 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
+        given = None
+        if programme.of_layer is not None:
+            given = _given(programme, x, place)
+            if given is None:
+                return None
         states = NO_STATES
         if programme.state_sizes is not None:
             states = _states(programme, x, pages.cache, place)
-        if not programme.written:
+        if not programme.written and programme.taken is None:
             if place.fields is None:
                 place.fields = CallFields.of(x, None, None, 1)
-            return programme(x, place.fields, LayerPages(None, states=states))
-        storage = pages.group.storage(programme.layer_idx, *programme.written)
+            return None if given is not None else programme(x, place.fields, LayerPages(None, states=states))
+        if programme.taken is None:
+            storage = pages.group.storage(programme.layer_idx, *programme.written)
+        elif programme.layer_idx in pages.group.storages:
+            storage = pages.group.storages[programme.layer_idx]
+        else:
+            return None
         if not programme.fits(storage):
             return None
         tables, numbers = place.tables, programme.by_position
@@ -86,9 +98,10 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
         if place.whole is None:
             return programme(
-                x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=place.adapters
-            )
-        if not programme.is_one_call:
+                x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=place.adapters,
+                given=given,
+            )  # fmt: skip
+        if not programme.is_one_call or given is not None:
             return None
         if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
             return None
@@ -100,6 +113,15 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             step = place.step.groups[source.group_index]
             place.source_fields = SourceFields.of(step, held.block_size)
         return programme(x, place.fields, LayerPages(storage.pages, (held.pages, place.source_fields)), bias=bias)
+
+
+def _given(programme: LayerProgramme, x: Tensor, place: LayerPlace) -> Tensor | None:
+    """Return what a layer is given for each token of x [B, T, hidden], [B, T, size]; None if it is not known."""
+    assert programme.of_layer is not None
+    given = place.of_layer
+    if type(given) is not Tensor or given.dtype is not programme.dtype or given.device != x.device:
+        return None
+    return given.contiguous() if given.shape == (*x.shape[:2], programme.of_layer.stride) else None
 
 
 def _positions(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> Tensor | None:

@@ -16,6 +16,7 @@ from ...cache.group import PageGroup
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.step import GroupStep, Step
 from ...linear.adapters import PassAdapters
+from ...recognition.call_form import OF_LAYER
 from ...recognition.of_positions import OfPositions
 from ..layer_programme import CallFields, SourceFields, StateFields
 from ..traced_layer import TracedLayer
@@ -42,7 +43,8 @@ class LayerPlace:
     whose factors stand in it behind the tables; None for no such. whole: the
     cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
     state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
-    fields, of its pages. carried: what some tokens of the pass carry; None for nothing.
+    fields, of its pages. carried: what some tokens of the pass carry; None for nothing. of_layer: what the layer that
+    is called now is given for itself; None for nothing.
     """
 
     kwargs: dict[str, Any]
@@ -58,6 +60,7 @@ class LayerPlace:
     source_fields: SourceFields | None = None
     state_fields: StateFields | None = None
     carried: CarriedToLayers | None = None
+    of_layer: Tensor | None = None
 
     @property
     def adapters(self) -> PassAdapters | None:
@@ -128,6 +131,8 @@ class RunningPass:
         if place is None or kind != place.kind:
             return None
         known = place.kwargs
+        if OF_LAYER in kwargs:  # each layer has its own
+            kwargs = kwargs | {OF_LAYER: known.get(OF_LAYER)}
         same = len(kwargs) == len(known) and all(map(is_, map(known.get, kwargs), kwargs.values()))
         return place if same else None
 

@@ -19,11 +19,10 @@ from ...kernels.cpu.library import FLOATS
 from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
 from ...linear.hf import experts_refusal
-from ...models import is_within, layers_config, modules_by_name
+from ...models import is_within, modules_by_name
 from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.complex_rotation import rotates_by_complex
-from ...recognition.expanded_keys import ROTATED
 from ...recognition.known_modules import known_module
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.row_convolution import is_pointwise
@@ -65,8 +64,9 @@ from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems
 from ..site import Dropped, FusedSite, SiteKind
 from .decoder_calls import DecoderCalls, readers_without_head
 from .joined_calls import JoinedCalls
-from .layer_attention import attention_of, source_attention
+from .layer_attention import attention_of, heads_of_keys, source_attention
 from .layer_calls import LayerCalls, TracedForward
+from .layer_sizes import called_parts, layer_width, rotated_size
 from .native_calls import NativeCalls
 
 NORM = SiteKind("norm", "RMSNorms", "one native call")
@@ -275,26 +275,29 @@ def layer_sites(
     readers = readers_without_head(model)
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
     for name, module in modules_by_name(model):
-        parts = _of_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
+        parts = called_parts(module) if name.rpartition(".")[2].isdecimal() else module.children()
         inner = [child for child in parts if child in attention]
         has_states = any(child in states for child in module.children())
         if not (inner or has_states) or has_own_forward(module) or any(is_within(name, layer) for layer in layers):
             continue
         layers.append(name)
         try:
-            size = _rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
+            size = rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
             trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=torch.device(device_type))
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             trace.tried = bool(inner) and inner[0] in tried
+            trace.heads_of = lambda each: heads_of_keys(attention[each]) if each in attention else None
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
             form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder)
-            trace.decoder_layer(module, _width(module), replace(form, one_table=rotates_by_complex(module)))
+            trace.decoder_layer(
+                module, layer_width(module, model.config), replace(form, one_table=rotates_by_complex(module))
+            )
             if inner:
                 attention_of(trace, _spec_of(trace, attention))
             source_attention(trace, attention.get)
             if linears is None:
-                refuse_others(trace.operations)
+                refuse_others(trace)
             split(trace.operations, trace.widths)
             refuse_without_kernel(trace.operations, Planned(dtype, linears, device_type))
             joined = joins(trace.operations) if linears is None else None
@@ -315,46 +318,3 @@ def layer_sites(
         if site.kind == JOINED and number.isdecimal():
             site.state.following = first_norms.get(f"{place}.{int(number) + 1}")
     return sites, dropped
-
-
-def refuse_partial_rotation(config: Any) -> None:
-    """Raise UntraceableError if the rotation leaves some numbers of a head as they are."""
-    if rotated_share(config) != 1.0:
-        raise UntraceableError("its rotation leaves numbers as they are")
-
-
-def rotated_share(config: Any) -> float:
-    """Return the share of a head's numbers that are rotated. Raises UntraceableError if it depends on the layer."""
-    parameters = getattr(layers_config(config), "rope_parameters", None) or {}
-    for each in parameters.values():
-        if isinstance(each, dict) and each.get("partial_rotary_factor", 1.0) != 1.0:
-            raise UntraceableError("its layers rotate different numbers of a head")
-    return float(parameters.get("partial_rotary_factor", 1.0))
-
-
-def _rotated_size(config: Any, module: nn.Module, spec: AttentionSpec) -> int:
-    """Return how many numbers of a head are rotated."""
-    # In Mistral 4 the share is that of a whole head, of which an expansion rotates one part.
-    return int(vars(module)[ROTATED] if is_known_expansion(module) else rotated_share(config) * spec.head_dim)
-
-
-def _of_parts(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules that a layer calls: its own, and those of the parts in a list of its own, as T5's have.
-
-    The parts of a list are of different classes; else they are layers themselves.
-    """
-    found = list(layer.children())
-    for each in layer.children():
-        parts = list(each) if isinstance(each, nn.ModuleList) else []
-        if len(parts) > 1 and len({type(part) for part in parts}) == len(parts):
-            found += [module for part in parts for module in part.children()]
-    return found
-
-
-def _width(layer: nn.Module) -> int:
-    """Return the size of a layer's hidden states, which is that of its first norm."""
-    for module in _of_parts(layer):
-        weight = module._parameters.get("weight")
-        if weight is not None and weight.ndim == 1:
-            return int(weight.shape[0])
-    raise UntraceableError("it has no norm")

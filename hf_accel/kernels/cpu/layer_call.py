@@ -60,7 +60,7 @@ class LayerCall(Structure):
 
     _fields_ = [
         *fields(
-            pointers="ops starts", sizes="count width", pointers_="x out cos sin",
+            pointers="ops starts", sizes="count width", pointers_="given x out cos sin",
             sizes_="tokens batch table_batch table_token",
             pointers__="k_pages v_pages k_scales v_scales slots written block_table cu_q kv_len",
             sizes__="table_stride sequences block_size num_written",

@@ -29,7 +29,7 @@ from .openmp import INTERFACES, share_threads
 C_TYPES = {"pointers": c_void_p, "sizes": c_int64, "floats": c_float, "ints": c_int32}
 CODES = {c_void_p: "Q", c_int64: "q", c_float: "f", c_int32: "i"}  # the format characters of Python's struct module
 EPILOGUES = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
-ACTIVATIONS = {"silu": 4, "gelu": 5, "gelu_tanh": 6, "gelu_quick": 7, "relu": 8, "sigmoid": 9}
+ACTIVATIONS = {"silu": 4, "gelu": 5, "gelu_tanh": 6, "gelu_quick": 7, "relu": 8, "sigmoid": 9, "relu_squared": 10}
 
 
 def epilogue_number(epilogue: str | None, activation: str | None) -> int:

@@ -38,7 +38,7 @@ class RopeCall(Structure):
 
 class AddCall(Structure):
     _fields_ = fields(
-        pointers="x y scale out", sizes="rows size x_stride", floats="factor", ints="dtype y_dtype threads"
+        pointers="x y scale out", sizes="rows size x_stride", floats="factor", ints="dtype y_dtype threads one_scale"
     )
 
 
@@ -50,8 +50,8 @@ class ActivateCall(Structure):
 
 class LayerNormCall(Structure):
     _fields_ = fields(
-        pointers="x y sum out weight bias", sizes="x_stride y_stride sum_stride out_stride rows size", floats="eps",
-        ints="dtype weight_dtype bias_dtype threads",
+        pointers="x y sum out weight bias", sizes="x_stride y_stride sum_stride out_stride rows size",
+        floats="eps offset", ints="dtype weight_dtype bias_dtype threads",
     )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ def rope(
     q, k: [B, H, T, D] of one dtype; the last stride is 1. cos, sin: [B or 1, T, D] or [T, D].
     interleaved: whether the rotated pairs are (0, 1), (2, 3), ..., as in GPT-J and Cohere; otherwise they are
     (i, i + D / 2), as in GPT-NeoX and Llama; 2 if number i of a table is for pair (2 i, 2 i + 1), as in GLM;
-    3 if the results of that pair are i and i + D / 2, as in DeepSeek.
+    3 if the results of that pair are i and i + D / 2, as in DeepSeek; 4 if the pairs are those of Llama, and cos and
+    sin have D / 2 numbers, as in gpt-oss.
     round_each: whether both products are rounded to the dtype before they are added, as in Llama; otherwise only the
     sum is rounded, as in Cohere. If cos and sin have a wider dtype than q, only the sum is rounded. Raises
     UnsupportedError if a gradient is needed.
@@ -144,7 +145,7 @@ def add(x: Tensor, y: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     out = torch.empty_like(y)
     _add(
         x.data_ptr(), y.data_ptr(), scale, out.data_ptr(), y.numel() // size if size else 0, size,
-        size if x.shape == y.shape else 0, 1.0 if scale else factor, DTYPES[x.dtype], DTYPES[x.dtype], threads(),
+        size if x.shape == y.shape else 0, 1.0 if scale else factor, DTYPES[x.dtype], DTYPES[x.dtype], threads(), 0,
     )  # fmt: skip
     return out
 
@@ -155,12 +156,13 @@ def activate(x: Tensor, activation: str, *, y: Tensor | None = None, out: Tensor
     out: what the result is written to, contiguous, of the shape and the dtype of x, which may be x; None makes one.
 
     y: of the shape and the dtype of x; the rounded result is multiplied by it, and rounded again.
-    activation: "relu"; "silu", with torch's bits; "gelu" (Hendrycks and Gimpel 2016, arXiv 1606.08415); "gelu_tanh",
-    its approximation by tanh, which transformers calls gelu_new and gelu_pytorch_tanh; or "gelu_quick",
-    x * sigmoid(1.702 x), with the bits of transformers in float32. "gelu" is relatively within 3e-7 of the true value
-    if x > 0, and within 2e-6 for x down to -3.5. It differs from torch's by 1.5e-6 at most, which is torch's error.
-    "gelu_tanh" is computed as in torch and differs from it by 5e-7 at most. NaN stays NaN, and zeros keep their sign.
-    Infinity stays infinity, and -infinity becomes 0 by "relu" and "gelu" and NaN by the others. Raises
+    activation: "relu"; "relu_squared", its square; "silu", with torch's bits; "gelu" (Hendrycks and Gimpel 2016, arXiv
+    1606.08415); "gelu_tanh", its approximation by tanh, which transformers calls gelu_new and gelu_pytorch_tanh; or
+    "gelu_quick", x * sigmoid(1.702 x), with the bits of transformers in float32. "gelu" is relatively within 3e-7 of
+    the true value if x > 0, and within 2e-6 for x down to -3.5. It differs from torch's by 1.5e-6 at most, which is
+    torch's error. "gelu_tanh" is computed as in torch and differs from it by 5e-7 at most. NaN stays NaN, and zeros
+    keep their sign, but in a square.
+    Infinity stays infinity, and -infinity becomes 0 by "relu", its square and "gelu", and NaN by the others. Raises
     UnsupportedError for another name, and if a gradient is needed.
     """
     refuse_gradients("activate", *(each for each in (x, y) if each is not None))
@@ -181,32 +183,37 @@ def activate(x: Tensor, activation: str, *, y: Tensor | None = None, out: Tensor
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, y: Tensor | None = None
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, y: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
     """Compute LayerNorm(x), or LayerNorm(x + y) (Ba, Kiros and Hinton 2016, arXiv 1607.06450).
 
     x, y: [..., H] of one shape and one dtype of FLOATS. weight, bias: [H] of any of them, None for ones and zeros.
-    x + y is rounded to the dtype, as a model does it that adds before it calls the norm. Mean and variance are float32
-    sums in an order that depends on H alone. Returns [..., H] of the dtype of x. Raises UnsupportedError if a gradient
-    is needed, and for operands of other shapes.
+    offset: what is added to the weight, in its dtype. x + y is rounded to the dtype, as a model does it that adds
+    before it calls the norm. Mean and variance are float32 sums in an order that depends on H alone. Returns [..., H]
+    of the dtype of x. Raises UnsupportedError if a gradient is needed, and for operands of other shapes.
     """
-    return _normalized(x, (weight, bias), eps, y, keep=False)[0]
+    return _normalized(x, (weight, bias), (eps, offset), y, keep=False)[0]
 
 
 def add_layer_norm(
-    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return LayerNorm(x + y), and x + y itself, which a model needs that normalizes before its sublayers.
 
     The operands are those of `layer_norm`.
     """
-    out, total = _normalized(x, (weight, bias), eps, y, keep=True)
+    out, total = _normalized(x, (weight, bias), (eps, offset), y, keep=True)
     assert total is not None
     return out, total
 
 
 def _normalized(
-    x: Tensor, affine: tuple[Tensor | None, Tensor | None], eps: float, y: Tensor | None, *, keep: bool
+    x: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    numbers: tuple[float, float],
+    y: Tensor | None,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     refuse_gradients("layer norm", x, y, *affine)
     size = x.shape[-1]
@@ -225,7 +232,7 @@ def _normalized(
     out, total = x.new_empty(x.shape), x.new_empty(x.shape) if keep else None
     _layer_norm(
         x.data_ptr(), *[0 if tensor is None else tensor.data_ptr() for tensor in (y, total, out, weight, bias)],
-        x_stride, y_stride, size, size, x.numel() // size if size else 0, size, eps, DTYPES[x.dtype],
+        x_stride, y_stride, size, size, x.numel() // size if size else 0, size, *numbers, DTYPES[x.dtype],
         *[0 if factor is None else DTYPES[factor.dtype] for factor in (weight, bias)], threads(),
     )  # fmt: skip
     return out, total

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernel
     [
         ("gelu_new", "gelu_tanh"), ("gelu_fast", "gelu_tanh"), ("gelu_accurate", "gelu_tanh"),
         ("quick_gelu", "gelu_quick"), ("gelu_python", "gelu"), ("gelu", None), ("relu", None), ("silu", "silu"),
-        ("gelu_pytorch_tanh", "gelu_tanh"), ("mish", None), ("relu2", None), ("gelu_10", None), ("tanh", None),
+        ("gelu_pytorch_tanh", "gelu_tanh"), ("mish", None), ("relu2", "relu_squared"), ("gelu_10", None),
+        ("tanh", None),
     ],
 )  # fmt: skip
 def test_what_is_composed(name: str, ours: str | None) -> None:

@@ -50,6 +50,19 @@ CONFIGS: dict[str, Any] = {
     "ModernBertDecoderForCausalLM": transformers.ModernBertDecoderConfig(
         **WIDE | {"bos_token_id": 1, "eos_token_id": 2}
     ),
+    # LayerNorms without a bias, without any weight, with a weight that 1 is added to, of each head with a weight of
+    # its own, or with one for all; the square of relu, also behind a gate; norms inside attention and MLP.
+    "CohereForCausalLM": transformers.CohereConfig(**WIDE, num_key_value_heads=2),
+    "CohereForCausalLM, norms of heads": transformers.CohereConfig(**WIDE, num_key_value_heads=2, use_qk_norm=True),
+    "Cohere2ForCausalLM": transformers.Cohere2Config(
+        **WIDE, num_key_value_heads=2, sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "OlmoForCausalLM": transformers.OlmoConfig(**WIDE, num_key_value_heads=2),
+    "NemotronForCausalLM": transformers.NemotronConfig(**WIDE, num_key_value_heads=2, head_dim=24),
+    "PhiForCausalLM, norms of heads": transformers.PhiConfig(**WIDE, qk_layernorm=True),
+    "ArceeForCausalLM": transformers.ArceeConfig(**WIDE, num_key_value_heads=2),
+    "BitNetForCausalLM": transformers.BitNetConfig(**WIDE, num_key_value_heads=2),
 }  # fmt: skip
 
 
@@ -240,5 +253,5 @@ def test_what_a_trace_does_not_know(name: str) -> None:
 
 def test_the_plan_says_why_others_are_not_taken() -> None:
     torch.manual_seed(0)
-    cohere = transformers.CohereForCausalLM(transformers.CohereConfig(**WIDE, num_key_value_heads=2)).eval()
-    assert "module by module" in str(hf_accel.plan(cohere))
+    apertus = transformers.ApertusForCausalLM(transformers.ApertusConfig(**WIDE, num_key_value_heads=2)).eval()
+    assert "module by module" in str(hf_accel.plan(apertus))

@@ -26,6 +26,7 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),  # QuickGELUActivation of transformers
     "relu": F.relu,
     "sigmoid": torch.sigmoid,
+    "relu_squared": lambda x: F.relu(x).square(),  # ReLUSquaredActivation of transformers
 }
 FROM_TORCH = {
     "silu": 0.0,
@@ -34,6 +35,7 @@ FROM_TORCH = {
     "gelu_quick": 0.0,
     "relu": 0.0,
     "sigmoid": 0.0,
+    "relu_squared": 0.0,
 }  # at most, in float32
 
 
@@ -126,6 +128,9 @@ def test_what_is_not_finite_and_zeros(activation: str) -> None:
     if activation == "sigmoid":
         expected = [1.0, 0.0, 0.5, 0.5, 1.0, 0.0]
         assert out[0].isnan() and out[1:].tolist() == expected
+        return
+    if activation == "relu_squared":
+        assert out[0].isnan() and out[1:].tolist() == [INFINITY, 0.0, 0.0, 0.0, INFINITY, 0.0]
         return
     assert out[0].isnan() and out[1] == INFINITY and out[5] == x[5]
     assert out[2] == 0 if activation in ("relu", "gelu") else out[2].isnan()

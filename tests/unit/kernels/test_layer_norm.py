@@ -37,6 +37,7 @@ def test_against_float64(size: int, dtype: torch.dtype) -> None:
     assert_near(layer_norm(x, weight, bias, EPS), true_norm(x, weight, bias))
     assert_near(layer_norm(x, None, None, EPS), true_norm(x, None, None))
     assert_near(layer_norm(x, weight.float(), None, EPS), true_norm(x, weight.float(), None))  # a float32 weight
+    assert_near(layer_norm(x, weight, bias, EPS, offset=1.0), true_norm(x, weight + 1.0, bias))
     out, total = add_layer_norm(x, y, weight, bias, eps=EPS)
     assert torch.equal(total, x + y)
     assert_near(out, true_norm(x + y, weight, bias))  # of the sum as it was rounded

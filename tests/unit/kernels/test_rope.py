@@ -85,3 +85,16 @@ def test_extremes_and_empty() -> None:
     assert rope(empty, empty, cos[:, :0], sin[:, :0])[0].shape == (1, 2, 0, 8)
     with pytest.raises(UnsupportedError, match="no_grad"):
         rope(q.requires_grad_(), q, cos, sin)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("round_each", [True, False])
+def test_tables_of_half_a_head(round_each: bool, dtype: torch.dtype) -> None:
+    q, k = (torch.randn(2, heads, 5, 24).to(dtype) for heads in (6, 2))
+    cos, sin = (torch.randn(2, 5, 12).to(dtype) for _ in range(2))
+    whole = [torch.cat((table, table), dim=-1) for table in (cos, sin)]
+    expected = rope(q, k, *whole, round_each=round_each)
+    found = rope(q, k, cos, sin, interleaved=4, round_each=round_each)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, rope(q, k[:, :0], *whole, round_each=round_each)[:1], expected[:1]))

@@ -96,7 +96,7 @@ def test_numbers_of_names() -> None:
     drawn = re.findall(r"(\w+) = (\d)", re.search(r"enum Draw .*", HEADER)[0])  # type: ignore[index]
     assert [getattr(draws, name) for name, _ in drawn] == [int(number) for _, number in drawn]
     for enum, numbers in (("Epilogue", EPILOGUES), ("Activation", ACTIVATIONS)):
-        found = re.findall(r"= (\d)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
+        found = re.findall(r"= (\d+)", re.search(rf"enum {enum}.*", HEADER)[0])  # type: ignore[index]
         assert list(map(int, found)) == list(numbers.values())
-    named = re.findall(r"(\w+) = \d", re.search(r"enum Activation.*", HEADER)[0])  # type: ignore[index]
+    named = re.findall(r"(\w+) = \d+", re.search(r"enum Activation.*", HEADER)[0])  # type: ignore[index]
     assert [name.lower() for name in named] == list(ACTIVATIONS)

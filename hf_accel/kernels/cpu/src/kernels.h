@@ -68,7 +68,7 @@ constexpr int64_t BLOCK = 64;
 
 enum Epilogue : int32_t { NONE = 0, SILU_MUL = 1, GELU_MUL = 2, GELU_TANH_MUL = 3 };
 // Functions of one number. As the epilogue of a linear layer, they are applied to each output.
-enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8, SIGMOID = 9 };
+enum Activation : int32_t { SILU = 4, GELU = 5, GELU_TANH = 6, GELU_QUICK = 7, RELU = 8, SIGMOID = 9, RELU_SQUARED = 10 };
 
 // One weight matrix [out_features, in_features].
 //   INT8  weight: packed; scales: float32 [blocks * 64]; zeros and minima: null
@@ -245,7 +245,7 @@ struct RopeCall {
   const void* sin;
   int64_t table_batch, table_token;  // strides
   int64_t batch, tokens, size;
-  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table; 3: likewise, and its results are i and i + size / 2
+  int32_t interleaved;  // whether pairs are (0, 1), (2, 3), ...; otherwise they are (i, i + size / 2). 2: pair i has number i of a table; 3: likewise, and its results are i and i + size / 2; 4: as 0, and a table has size / 2 numbers
   int32_t round_each;   // whether both products are rounded to dtype before they are added
   int32_t dtype, table_dtype, threads;
 };
@@ -255,11 +255,12 @@ struct RopeCall {
 struct AddCall {
   const void* x;  // or null: out is the product
   const void* y;
-  const void* scale;  // [size] of dtype, or null
+  const void* scale;  // [size] of dtype, or [1] with one_scale, or null
   void* out;
   int64_t rows, size, x_stride;
   float factor;
   int32_t dtype, y_dtype, threads;  // y_dtype: that of y, which is dtype where there is a scale
+  int32_t one_scale;
 };
 
 // out = act(x) over [rows, size], or act(x) rounded to dtype, times y. `kind` is an Activation. out is of out_dtype.
@@ -271,7 +272,7 @@ struct ActivateCall {
   int32_t kind, dtype, out_dtype, threads;
 };
 
-// out = (s - mean(s)) / sqrt(variance(s) + eps) * weight + bias over the last dimension of [rows, size], with
+// out = (s - mean(s)) / sqrt(variance(s) + eps) * (offset + weight) + bias over the last dimension of [rows, size], with
 // s = x + y rounded to dtype, or s = x if y is null. s is also written to `sum` if that is not null.
 struct LayerNormCall {
   const void* x;
@@ -281,7 +282,7 @@ struct LayerNormCall {
   const void* weight;  // [size], or null for ones
   const void* bias;    // [size], or null for zeros
   int64_t x_stride, y_stride, sum_stride, out_stride, rows, size;
-  float eps;
+  float eps, offset;  // a weight and an offset other than 0 are added in weight_dtype
   int32_t dtype, weight_dtype, bias_dtype, threads;
 };
 
@@ -487,14 +488,18 @@ struct StatePages {
   int64_t sequences;
 };
 
+constexpr int64_t GIVEN = INT64_MIN;
+
 // One layer over `tokens` tokens of `sequences` sequences, in `batch` rows of equal length. All numbers but weights and
 // pages are of `dtype`. ATTEND_ROWS reads the keys of the call's own tokens, which cu_q divides; then there need be no
 // pages. With kv_len all sequences have one number of tokens, and the keys are the first kv_len of each.
 struct LayerCall {
   const LayerOp* ops;
   const int64_t* starts;  // [buffers]: where each one begins, in numbers of a token; buffers may share memory. One that
-                          // is read behind the call is in `out`, and has the complement of where it begins there
+                          // is read behind the call is in `out`, and has the complement of where it begins there;
+                          // that of `given` is GIVEN
   int64_t count, width;   // the operations; the numbers that a token has in all buffers
+  const void* given;      // what the layer is given besides x, rows of tokens end to end; or null
   const void* x;          // [tokens, hidden], contiguous
   void* out;              // likewise, or as many of these as are read behind the call
   const void* cos;        // [batch or 1, tokens / batch, head_dim] of table_dtype

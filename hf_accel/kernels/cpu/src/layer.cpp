@@ -21,6 +21,7 @@ struct Layer {
     if (number == 0) return static_cast<char*>(const_cast<void*>(call.x));
     if (number == 1) return static_cast<char*>(call.out);
     const int64_t start = call.starts[number];
+    if (start == GIVEN) return static_cast<char*>(const_cast<void*>(call.given));
     return start < 0 ? static_cast<char*>(call.out) + ~start * call.tokens * size : memory + start * call.tokens * size;
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
@@ -212,20 +213,30 @@ struct Layer {
   char* at_or_null(const Columns& place) const { return place.stride ? at(place) : nullptr; }
 
   void layer_norm(const LayerOp& op) const {
-    kernels.layer_norm({at(op.x), at_or_null(op.y), at_or_null(op.out2), at(op.out), op.weight, op.bias, op.x.stride,
-                        op.y.stride, op.out2.stride, op.out.stride, call.tokens, op.dim, op.eps, call.dtype,
-                        op.weight_dtype, op.bias_dtype, call.threads});
+    LayerNormCall norm = {at(op.x), at_or_null(op.y), at_or_null(op.out2), at(op.out), op.weight, op.bias, op.x.stride,
+                          op.y.stride, op.out2.stride, op.out.stride, call.tokens, op.dim, op.eps, op.offset, call.dtype,
+                          op.weight_dtype, op.bias_dtype, call.threads};
+    if (op.heads <= 1) return kernels.layer_norm(norm);
+    const int64_t weight_size = op.weight_dtype == F32 ? 4 : 2, bias_size = op.bias_dtype == F32 ? 4 : 2;
+    for (int64_t h = 0; h < op.heads; ++h) {
+      norm.x = at(op.x) + h * head_stride(op.x, op.dim) * size;
+      norm.out = at(op.out) + h * op.dim * size;
+      if (op.weight) norm.weight = static_cast<const char*>(op.weight) + h * op.ahead * weight_size;
+      if (op.bias) norm.bias = static_cast<const char*>(op.bias) + h * op.ahead * bias_size;
+      kernels.layer_norm(norm);
+    }
   }
 
   void add(const LayerOp& op) const {
     const bool affine = op.bias != nullptr;
     kernels.add({affine ? op.bias : at(op.x), at(affine ? op.x : op.y), op.weight, at(op.out), call.tokens, op.dim,
-                 affine ? 0 : op.dim, op.scale, op.round_first ? F32 : call.dtype, call.dtype, call.threads});
+                 affine ? 0 : op.dim, op.scale, op.round_first ? F32 : call.dtype, call.dtype, call.threads, 0});
   }
 
   void multiply(const LayerOp& op) const {
     kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale,
-                 op.round_first ? F32 : call.dtype, op.round_each ? F32 : call.dtype, call.threads});
+                 op.round_first ? F32 : call.dtype, op.round_each ? F32 : call.dtype, call.threads,
+                 static_cast<int32_t>(op.window)});
   }
 
   void gate(const LayerOp& op) const {
@@ -274,7 +285,7 @@ struct Layer {
       float factor;
       std::memcpy(&factor, static_cast<const char*>(call.cos) + place * bytes, sizeof factor);
       kernels.add({nullptr, at(op.x) + n * op.x.stride * size, nullptr, at(op.out) + n * op.out.stride * size, 1, op.dim,
-                   0, factor, call.dtype, call.dtype, call.threads});
+                   0, factor, call.dtype, call.dtype, call.threads, 0});
     }
   }
 

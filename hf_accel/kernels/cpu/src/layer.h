@@ -4,7 +4,7 @@
 #include "kernels.h"
 
 // Where an operation reads or writes: row n of a buffer has its numbers at n * stride + offset. Buffer 0 is the layer's
-// input, buffer 1 its output; the others are memory of the call. A stride of 0 stands for no place at all. `head` is the
+// input, buffer 1 its output; the others are memory of the call, or what else the layer is given. A stride of 0 stands for no place at all. `head` is the
 // stride between heads, 0 if they stand end to end.
 struct Columns {
   int64_t buffer, offset, stride, head;
@@ -25,13 +25,14 @@ struct LayerOp {
   const void* weight;       // a Linear, or what a norm multiplies by; ADD, MULTIPLY: the scale of y, or of x, or null; ATTEND: sinks, or null
   const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV, PAGE_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
   const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null; HEAD_PRODUCTS: scales of the rows of int8, or null
-  int64_t heads, kv_heads;  // NORM: each of `heads` parts of a row is normalized
+  int64_t heads, kv_heads;  // NORM, LAYER_NORM: each of `heads` parts of a row is normalized; ROPE: without keys kv_heads is 0
   int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights
   // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows from one head's weights to the
   // next one's; and how many numbers of a head behind those that it multiplies are copied. BY_POSITION: how many numbers
-  // of cos stand before a token's factor
+  // of cos stand before a token's factor. LAYER_NORM: the numbers from one part's weights to the next one's. MULTIPLY:
+  // `window` says whether the weight is one number
   int64_t window, ahead;
-  float eps, offset;      // NORM, LAYER_NORM: eps
+  float eps, offset;      // NORM, LAYER_NORM
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x
   int32_t round_first;   // NORM; ADD, MULTIPLY: whether out is float32, and the x of ADD
   int32_t interleaved, round_each;  // ROPE; HEAD_PRODUCTS: interleaved says how weights are transposed; MULTIPLY: round_each says whether x is float32

@@ -39,6 +39,9 @@ inline F gelu_quick(F x) { return mul(x, sigmoid(mul(x, set1(1.702f)))); }
 
 inline F relu(F x) { return select_below(x, 0.0f, zero(), x); }
 
+// The square of relu(x) (So and others 2021, arXiv 2109.08668).
+inline F relu_squared(F x) { return mul(relu(x), relu(x)); }
+
 // x / 2 * (1 + tanh(y)) with y = sqrt(2 / pi) * (x + 0.044715 x^3). tanh(|y|) is computed as 1 - 2 e / (1 + e) with
 // e = exp(-2 |y|), whose result is rounded only once if it is near 1.
 inline F gelu_tanh(F x) {
@@ -93,6 +96,7 @@ inline F activated(int32_t kind, F x) {
     case GELU_TANH: return gelu_tanh(x);
     case GELU_QUICK: return gelu_quick(x);
     case SIGMOID: return sigmoid(x);
+    case RELU_SQUARED: return relu_squared(x);
     default: return relu(x);
   }
 }

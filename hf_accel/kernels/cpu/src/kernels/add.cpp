@@ -20,7 +20,7 @@ void add_part(const AddCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// A part of rows: y is multiplied by the number of its column.
+// A part of rows: y is multiplied by the number of its column, or by the one that there is.
 template <class T>
 void add_scaled_rows(const AddCall& call, int64_t begin, int64_t end) {
   const T* scale = static_cast<const T*>(call.scale);
@@ -30,7 +30,8 @@ void add_scaled_rows(const AddCall& call, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(call.out) + row * call.size;
     for (int64_t i = 0; i < call.size; i += LANES) {
       const int64_t n = call.size - i;
-      const F product = round_as(mul(load_upto(y + i, n), load_upto(scale + i, n)), x);
+      const F factors = call.one_scale ? set1(to_float(*scale)) : load_upto(scale + i, n);
+      const F product = round_as(mul(load_upto(y + i, n), factors), x);
       store_upto(out + i, x ? add(load_upto(x + i, n), product) : product, n);
     }
   }

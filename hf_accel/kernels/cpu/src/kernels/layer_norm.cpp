@@ -24,6 +24,14 @@ void read_row(const LayerNormCall& call, int64_t r, float* values) {
   }
 }
 
+// The next factors of a row. A sum of weight and offset is rounded, as code rounds it that adds before it calls the norm.
+inline F factors(const LayerNormCall& call, int64_t i, int n) {
+  F weight = load_dtype(call.weight, call.weight_dtype, i, n);
+  if (call.offset != 0.0f)
+    for_dtype(call.weight_dtype, [&](auto* null) { weight = round_as(add(weight, set1(call.offset)), null); });
+  return weight;
+}
+
 template <class T>
 void layer_norm_row(const LayerNormCall& call, int64_t r) {
   struct Values;
@@ -41,7 +49,7 @@ void layer_norm_row(const LayerNormCall& call, int64_t r) {
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int n = static_cast<int>(at_most(LANES, call.size - i));
     F value = mul(sub(load_n(values + i, n), mean), scale);
-    if (call.weight) value = mul(value, load_dtype(call.weight, call.weight_dtype, i, n));
+    if (call.weight) value = mul(value, factors(call, i, n));
     if (call.bias) value = add(value, load_dtype(call.bias, call.bias_dtype, i, n));
     store_as_n(out + i, value, n);
   }

@@ -8,19 +8,20 @@
 namespace {
 
 constexpr int32_t APART = 3;  // pairs of neighbours, which come to stand in both halves
+constexpr int32_t HALF_TABLES = 4;  // pairs of the halves, of which a table has one number each
 
 // Converts a row of a table to floats, one for each number of a head.
 template <class T>
 void read_table(const RopeCall& call, const T* row, float* table) {
   const int64_t pair = call.interleaved == 2 ? 2 : 1;  // the numbers of a head that have one of the table
-  const int64_t held = call.interleaved == APART ? call.size / 2 : call.size;
+  const int64_t held = call.interleaved >= APART ? call.size / 2 : call.size;
   for (int64_t i = 0; i < call.size; ++i) table[i] = to_float(row[i % held / pair]);
 }
 
 // Copies x with each pair (a, b) replaced by (-b, a).
 void rotate(const RopeCall& call, const float* x, float* rotated) {
   const int64_t half = call.size / 2;
-  if (call.interleaved && call.interleaved != APART)
+  if (call.interleaved && call.interleaved < APART)
     for (int64_t i = 0; i < half; ++i) {
       rotated[2 * i] = -x[2 * i + 1];
       rotated[2 * i + 1] = x[2 * i];
