@@ -37,6 +37,7 @@ from ..recognition.code import code_of
 from ..recognition.small_model import first_layers_model
 from ..recognition.trial import agree
 from ..recurrent.hf.convolutions import convolution_sites, is_known_convolution
+from ..recurrent.hf.own_caches import own_cache_sites
 from ..recurrent.hf.recurrences import known_recurrence, recurrence_sites
 from ..undo.journal import mixed_class, original_class
 from ..undo.state import FUSED, STOCK_ATTRIBUTE
@@ -58,6 +59,7 @@ def state_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
 def _known_sites(model: PreTrainedModel) -> Iterator[FusedSite]:
     kinds = model_kinds(model.config)
     yield from counted_sites(model)
+    yield from own_cache_sites(model)
     if kinds.has(IndexKeys):
         yield from indexer_sites(model)
     if kinds.has(ConvolutionInputs, RecurrentStates):

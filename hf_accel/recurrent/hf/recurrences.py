@@ -16,7 +16,6 @@ from .gated_units import known_gated_unit
 from .headed_scans import known_headed_scan
 from .lightning import known_lightning_attention
 from .matrix_memories import known_matrix_memory, own_state_sites
-from .own_caches import own_cache_sites
 from .selective_scans import known_selective_scan
 from .state_pass import Recurrence
 from .state_spaces import known_state_space
@@ -31,7 +30,6 @@ def recurrence_sites(model: nn.Module) -> Iterator[FusedSite]:
         known = known_recurrence(module) or known_gated_unit(module, name) or known_matrix_memory(module, name)
         if known is not None:
             yield FusedSite(name, module, RECURRENCE, known.mixin, known)
-    yield from own_cache_sites(model)
     yield from own_state_sites(model)
 
 
