@@ -117,7 +117,7 @@ def _settings(call: LoopCall, draws: BatchDraws | None) -> RequestSettings:
     return RequestSettings(
         max(1, config.max_length - call.num_columns),
         stock_sampling(call.processors, greedy=not config.do_sample, draw=draws, takes_drafts=drafted),
-        stop_rules(call.criteria),
+        stop_rules(call.criteria, max_length=config.max_length),
         constraint=constraint_in(call.processors) if alone else None,
         keeps_pages=keeps and not call.attends_to_sources,
     )

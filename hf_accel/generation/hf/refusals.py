@@ -33,7 +33,7 @@ from .model_runner import (
     is_compiled,
     keyword_for_each_row,
 )
-from .processing import is_users, reads_scores_alone
+from .processing import is_users, limit_refusal, reads_scores_alone
 from .users_code import code_in_passes
 
 NO_PAGES = "it has no paged cache"
@@ -202,7 +202,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return f"{code} may read rows and columns, of which ragged passes have none"
     if call.has_beams:
         return beams_refusal(call)
-    return together_refusal(call)
+    return limit_refusal(call.criteria, call.config.max_length) or together_refusal(call)
 
 
 def warn_of_code(model: PreTrainedModel, what: str) -> None:
@@ -229,7 +229,7 @@ def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
         return "padding stands behind or between tokens"
     if not own_cache or call.has_beams or call.config.return_dict_in_generate:
         return "padding stands behind tokens, and it has beams, or returns more than tokens"
-    if not reads_scores_alone(call.processors, call.criteria):
+    if not reads_scores_alone(call.processors, call.criteria, max_length=call.config.max_length):
         return "padding stands behind tokens, and its processors read it"
     return None
 
