@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ from .kept import KeptOnDisk
 from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, refuse_sources, windows_of_pages
 from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
 
+COPIED = (
+    "are a copy of what is in pages, and nothing that is written to them reaches these; to edit keys and values, give "
+    "the model past_key_values=DynamicCache(config=model.config), or generate() cache_implementation='dynamic'"
+)
+
 
 class PagedLayer(LayerOverPages):
     """One layer of a PagedCache. num_columns: the columns that this layer was updated with."""
@@ -31,8 +36,12 @@ class PagedLayer(LayerOverPages):
     supports_early_init = False
     num_columns = 0
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.copies: list[tuple[Tensor, int]] = []  # of K and V that were read since the last pass, their versions
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "cache"}
+        return {**{name: value for name, value in vars(self).items() if name != "cache"}, "copies": []}
 
     @property
     def is_sliding(self) -> bool:
@@ -40,11 +49,34 @@ class PagedLayer(LayerOverPages):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[0] if self.group.has_columns(self.layer_idx) else None
+        return self._copy(0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        raise UnsupportedError(f"the keys of layer {self.layer_idx} {COPIED}")
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[1] if self.group.has_columns(self.layer_idx) else None
+        return self._copy(1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        raise UnsupportedError(f"the values of layer {self.layer_idx} {COPIED}")
+
+    def _copy(self, half: int) -> Tensor | None:
+        """Return a copy of K or V of all columns, and note it, so that a write to it does not go unseen."""
+        if not self.group.has_columns(self.layer_idx):
+            return None
+        with torch.inference_mode(False), torch.no_grad():  # the copy counts writes, which inference tensors do not
+            copied = self.columns()[half]
+        self.copies.append((copied, copied._version))
+        return copied
+
+    def check_copies(self) -> None:
+        """Forget the copies that were read. Raises UnsupportedError if somebody has written to one."""
+        copies, self.copies = self.copies, []
+        if any(copied._version != version for copied, version in copies):
+            raise UnsupportedError(f"somebody has written to keys or values of layer {self.layer_idx}, which {COPIED}")
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -159,6 +191,7 @@ class PagedCache(CacheOverPages, KeptOnDisk):
 
         An empty cache takes other pages if these were changed in the config for which it was made.
         """
+        self._check_copies()
         is_known = config is self._checked_config
         if is_known and self.padded.num_columns:
             return
@@ -217,11 +250,17 @@ class PagedCache(CacheOverPages, KeptOnDisk):
         Raises UnsupportedError if a layer's attention did not read the pages.
         """
         self.check_read()
+        self._check_copies()
         self._column_slots.clear()
         self.step = None
         if self._is_unfinished:
             self.padded.take_back()
             self._set_columns()
+
+    def _check_copies(self) -> None:
+        for layer in self.paged_layers:
+            if layer.copies:
+                layer.check_copies()
 
     @property
     def _is_unfinished(self) -> bool:
@@ -309,9 +348,18 @@ class PagedCache(CacheOverPages, KeptOnDisk):
     def reset(self) -> None:
         """Release the sequences. Cached prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
         self.unread = None
+        for layer in self.paged_layers:
+            layer.copies.clear()
         self._settle()
         self.padded.reset()
         self._set_columns()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Yield what DynamicCache yields for each layer: copies of its K and V, and the size of its window."""
+        for layer in self.layers:
+            group = getattr(layer, "group", None)
+            window = None if group is None or group.window is None else torch.tensor(group.window)
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return a fork, which shares the pages. A shared block is copied before either cache writes to it."""

@@ -77,7 +77,7 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     count = config.num_return_sequences or 1
     chosen = [found for results in search.results for found in results[:count]]
     prompts = call.input_ids[:: config.num_beams].repeat_interleave(count, dim=0)
-    new = _padded([found.tokens for found in chosen], _fill(call)).to(prompts)
+    new = _padded([found.tokens for found in chosen], _fill(call)).to(prompts.device)
     ids = torch.cat([prompts, new], dim=1)
     if not config.return_dict_in_generate:
         return ids

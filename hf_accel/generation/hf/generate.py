@@ -186,9 +186,11 @@ def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
 
 
 def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:
-    """Return the token ids [B, T + longest], padded on the right as in transformers."""
+    """Return the token ids [B, T + longest], padded on the right, and int64 behind a prompt of int32, as in
+    transformers.
+    """
     longest = max(sequence.num_new for sequence in sequences)
-    new = torch.full((len(sequences), longest), call.pad_token, dtype=call.input_ids.dtype)
+    new = torch.full((len(sequences), longest), call.pad_token, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         new[row, : sequence.num_new] = torch.tensor(sequence.tokens[sequence.num_prompt :])
     return torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)
