@@ -16,123 +16,13 @@ from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..cached_sequence import CachedSequence
 from ..group import PageGroup
-from ..padded import PaddedBatch, last_columns
+from ..padded import PaddedBatch
 from ..pages import Pages
 from ..step import SharedContext, Step
 from .kept import KeptOnDisk
 from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, refuse_sources, windows_of_pages
-from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
-
-COPIED = (
-    "are a copy of what is in pages, and nothing that is written to them reaches these; to edit keys and values, give "
-    "the model past_key_values=DynamicCache(config=model.config), or generate() cache_implementation='dynamic'"
-)
-
-
-class PagedLayer(LayerOverPages):
-    """One layer of a PagedCache. num_columns: the columns that this layer was updated with."""
-
-    is_croppable = True
-    supports_early_init = False
-    num_columns = 0
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.copies: list[tuple[Tensor, int]] = []  # of K and V that were read since the last pass, their versions
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**{name: value for name, value in vars(self).items() if name != "cache"}, "copies": []}
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.group.window is not None
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        return self._copy(0)
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        raise UnsupportedError(f"the keys of layer {self.layer_idx} {COPIED}")
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        return self._copy(1)
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        raise UnsupportedError(f"the values of layer {self.layer_idx} {COPIED}")
-
-    def _copy(self, half: int) -> Tensor | None:
-        """Return a copy of K or V of all columns, and note it, so that a write to it does not go unseen."""
-        if not self.group.has_columns(self.layer_idx):
-            return None
-        with torch.inference_mode(False), torch.no_grad():  # the copy counts writes, which inference tensors do not
-            copied = self.columns()[half]
-        self.copies.append((copied, copied._version))
-        return copied
-
-    def check_copies(self) -> None:
-        """Forget the copies that were read. Raises UnsupportedError if somebody has written to one."""
-        copies, self.copies = self.copies, []
-        if any(copied._version != version for copied, version in copies):
-            raise UnsupportedError(f"somebody has written to keys or values of layer {self.layer_idx}, which {COPIED}")
-
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [B, Hkv, Q, D], and return the K and V for attention.
-
-        In a patched model these are the given K and V, and K carries a PagedKV. In another model they are gathered
-        from all columns, [B, Hkv, T, D], as any attention function expects.
-        """
-        keys, values = as_attended(key_states, value_states)
-        step = self.cache.step_for(self, keys)
-        handle = self.store(step, keys, values)
-        self.pass_done(step)
-        if not step.gathers:
-            return handle.attach(keys), values
-        keys, values = self.columns()
-        return keys.contiguous(), values.contiguous()  # as DynamicCache's, which some code takes views of
-
-    def slots_seen(self, step: Step) -> Tensor:
-        # Padding is a token of zeros to a convolution, as it is in transformers.
-        slots = self.cache.column_slots(self.group_index, step.groups[self.group_index].slots.device)
-        return last_columns(slots, step.num_columns, self.group.window or 1)
-
-    def prepared_step(self) -> Step | None:
-        step = super().prepared_step()
-        if step is None or step.gathers or self.num_columns + step.num_columns != self.cache.padded.num_columns:
-            return None
-        return step
-
-    def pass_done(self, step: Step) -> None:
-        self.num_columns += step.num_columns
-
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window.
-
-        Raises UnsupportedError where ranks share out the blocks.
-        """
-        if self.group.context is not None:
-            raise UnsupportedError(
-                f"the attention of layer {self.layer_idx} needs all keys and values at once, and ranks share them out "
-                "here; patch this model without context_parallel="
-            )
-        storage = self.group.storages[self.layer_idx]
-        slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = self.group.form.parted(*read_with_zeros(storage, slots))
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.num_columns
-
-    def offload(self) -> None:
-        raise UnsupportedError("a paged cache cannot be offloaded; use stock's DynamicCache(offloading=True)")
-
-    prefetch = offload
+from .layers import CacheOverPages
+from .paged_layer import PagedLayer
 
 
 class PagedCache(CacheOverPages, KeptOnDisk):
@@ -260,7 +150,7 @@ class PagedCache(CacheOverPages, KeptOnDisk):
     def _check_copies(self) -> None:
         for layer in self.paged_layers:
             if layer.copies:
-                layer.check_copies()
+                layer.check_copies(0, 1)
 
     @property
     def _is_unfinished(self) -> bool:

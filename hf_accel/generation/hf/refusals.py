@@ -20,7 +20,7 @@ from ...fused.hf.counted_positions import moves_with_padding
 from ...fused.kept_states import Recorded
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
 from ...undo.journal import original_class
-from ...undo.running_code import is_replaced_method
+from ...undo.running_code import is_replaced_method, package_of
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
 from ..sampling.purity import stateful_refusal
@@ -44,6 +44,7 @@ OWN_METHODS = (
     "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
     "_prefill", "_sample",
 )  # fmt: skip
+CACHE_METHOD = "_prepare_cache_for_generation"
 
 
 def ragged_refusal(model: nn.Module) -> str | None:
@@ -99,6 +100,12 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
     if any(map(is_compiled, asked)):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
+
+
+def makes_own_cache(kind: type) -> bool:
+    """Return whether code of others makes the cache of a class's generate()."""
+    holder = next((base for base in kind.__mro__ if CACHE_METHOD in vars(base)), None)
+    return holder is not None and (package_of(holder) != "transformers" or is_replaced_method(kind, CACHE_METHOD))
 
 
 def refuse_learnt(model: object, what: str) -> None:
