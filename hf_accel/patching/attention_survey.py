@@ -34,7 +34,7 @@ from ..fused.hf.indexers import is_known_indexer
 from ..fused.hf.operator_models import OperatorModel
 from ..fused.hf.source_layers import is_source_attention
 from ..generation.hf.prompts import PREPARING, own_methods, text_refusal
-from ..generation.hf.refusals import OWN_METHODS, makes_own_cache
+from ..generation.hf.refusals import OWN_METHODS
 from ..kernels.triton import refusal as triton_refusal
 from ..models import answer_once, head_dim, is_within, layers_config, num_kv_heads, positions_depend_on_length
 from ..parallel.tensor import TensorParallel
@@ -46,7 +46,6 @@ from ..recurrent.hf.convolutions import is_known_convolution
 from ..recurrent.hf.matrix_memories import hands_states_on
 from ..recurrent.hf.recurrences import known_recurrence, unknown_recurrences_refusal
 from ..tensors import model_device
-from ..undo.journal import original_class
 from .decoder_survey import (
     causality_refusal,
     counting_refusal,
@@ -231,11 +230,9 @@ def _reuse_refusal(model: PreTrainedModel) -> str | None:
 
 def loop_refusal(model: PreTrainedModel) -> str | None:
     """Return why a model cannot compute tokens of several sequences in one row, as one clause; None if it can."""
-    name = type(model).__name__
-    if makes_own_cache(original_class(model)):
-        return f"{name} makes a cache of its own"
     if model.config.is_encoder_decoder:
         return decoder_loop_refusal(model)
+    name = type(model).__name__
     parameters = inspect.signature(type(model).forward).parameters
     counts = "position_ids" in parameters or (attends_nowhere(model) and counts_nothing(model))
     if not counts and known_operators(model) is None and (refusal := counting_refusal(model)) is not None:

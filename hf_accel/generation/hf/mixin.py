@@ -42,7 +42,6 @@ from .refusals import (
     call_refusal,
     changed_refusal,
     drafts_refusal,
-    makes_own_cache,
     prompts_refusal,
     ragged_refusal,
     refuse_clocks,
@@ -307,8 +306,7 @@ class AcceleratedGeneration(QuantizedModel):
         state = self._generation_state
         given = model_kwargs.get(name := state.cache_name)
         served = served_by(self, state, given)
-        wanted = state.cache is not None and not makes_own_cache(original_class(self))
-        wanted = wanted and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
+        wanted = state.cache is not None and with_cache(self, generation_config).use_cache is not False  # type: ignore[arg-type]
         # The shape of output_attentions depends on transformers' cache, which drops tokens behind a window.
         wanted = wanted and changed_refusal(self) is None and not generation_config.output_attentions  # type: ignore[arg-type]
         mask, has_beams = model_kwargs.get("attention_mask"), (generation_config.num_beams or 1) > 1

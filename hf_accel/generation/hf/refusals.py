@@ -81,6 +81,8 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
+    if makes_own_cache(original_class(model)):
+        return "its class makes a cache of its own"
     for name in OWN_METHODS:
         own = vars(model).get(name)  # PEFT's prompt learning replaces one on the model itself
         if own is None and is_replaced_method(original_class(model), name):
