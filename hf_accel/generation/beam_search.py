@@ -169,7 +169,7 @@ class BeamSearch(JointChoice):
 
     def _drawn(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Draw continuations as transformers does, which draws for all prompts at once, also for those that ended."""
-        probabilities = torch.ones((self._num_prompts, sums.shape[1]), device=sums.device)
+        probabilities = sums.new_ones((self._num_prompts, sums.shape[1]))
         probabilities[self._numbers] = sums.softmax(-1)
         places = torch.multinomial(probabilities, num_samples=self.settings.num_candidates)[self._numbers]
         values = sums.gather(1, places)
@@ -181,8 +181,9 @@ class BeamSearch(JointChoice):
     def _ends(self, beams: Tensor, tokens: Tensor) -> Tensor:
         """Return which continuations end their beam, [P, C] bool."""
         if self._num_new + 1 >= self.settings.max_new_tokens:
-            return torch.ones_like(tokens, dtype=torch.bool)
-        ends = torch.isin(tokens, self.settings.stop_ids)
+            ends = torch.ones_like(tokens, dtype=torch.bool)
+        else:
+            ends = torch.isin(tokens, self.settings.stop_ids)
         if self.settings.stops is None:
             return ends
         rows = beams + torch.arange(len(beams), device=beams.device)[:, None] * self.settings.num_beams

@@ -271,3 +271,12 @@ def test_prompt_is_stored_once(family: str) -> None:
     shared = hf_accel.stats(patched)["blocks_used"]
     generate(patched, "single", max_new_tokens=1)
     assert shared == hf_accel.stats(patched)["blocks_used"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"return_dict_in_generate": True, "output_scores": True}])
+def test_tokens_behind_a_prompt_of_int32_are_int64(settings: dict[str, Any]) -> None:
+    ids, found = inputs("single")["input_ids"].int(), []
+    for model in pair("llama"):
+        output = model.generate(ids, **{"max_new_tokens": 4, "do_sample": False, **settings})
+        found.append(output.sequences if settings.get("return_dict_in_generate") else output)
+    assert found[0].dtype is found[1].dtype and torch.equal(*found)

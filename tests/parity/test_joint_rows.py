@@ -15,8 +15,11 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkingConfig,
+    TemperatureLogitsWarper,
 )
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 import hf_accel
 from hf_accel import CacheConfig
@@ -237,6 +240,106 @@ def test_an_error_of_a_processor_reaches_the_user_and_leaves_no_pages() -> None:
     with pytest.raises(KeyError, match="of the user"):
         model.generate(**settings, logits_processor=LogitsProcessorList([Broken()]))
     assert torch.equal(answers(model, settings)[0], answers(stock(), settings)[0])
+
+
+# -- classes of the user that are made of transformers' own, and what takes the place of those ------------------
+
+
+class ByLength(SuppressTokensLogitsProcessor):
+    """Suppresses tokens, and raises the score of one that depends on the length."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = super().__call__(input_ids, scores).clone()
+        scores[:, 6 + input_ids.shape[1] % 20] += 50
+        return scores
+
+
+class BySum(TemperatureLogitsWarper):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, 6 + int(input_ids.sum()) % 20] += 50
+        return scores
+
+
+class InDoubles(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.double() * 1.1
+
+
+class EndsAtTen(EosTokenCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 10)
+
+
+class EndsAtEleven(MaxLengthCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 11)
+
+
+class Counted(StoppingCriteria):
+    """Ends all rows at its ninth call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.count += 1
+        return torch.full((len(input_ids),), self.count == 9)
+
+
+GIVEN: dict[str, tuple[list[Any], list[Any]]] = {
+    "suppresses, made of stock's": ([lambda: ByLength([7, 8])], []),
+    "warps, made of stock's": ([lambda: BySum(1.5)], []),
+    "doubles": ([InDoubles], []),
+    "an end, made of stock's": ([], [lambda: EndsAtTen(END)]),
+    "a limit, made of stock's": ([], [lambda: EndsAtEleven(30)]),
+    "a shorter limit": ([], [lambda: MaxLengthCriteria(max_length=9)]),
+    "a longer limit": ([], [lambda: MaxLengthCriteria(max_length=26)]),
+    "other ends": ([], [lambda: EosTokenCriteria(list(range(6, 30)))]),
+    "calls that are counted": ([], [Counted]),
+}
+SEARCHES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 0},
+    "beams": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
+def test_classes_of_the_user_do_what_they_do_in_stock(name: str, search: str, rows: int) -> None:
+    if (name, search) == ("a longer limit", "beams"):
+        pytest.skip("transformers has no room for longer beams")
+    found, counts = [], []
+    for each in (stock(), ours()):
+        torch.manual_seed(0)
+        processors, criteria = ([make() for make in made] for made in GIVEN[name])
+        settings = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PADDING, **SEARCHES[search]}
+        output = each.generate(prompts(rows, 6), **settings, logits_processor=processors, stopping_criteria=criteria)
+        found.append(output)
+        counts.append([getattr(criterion, "count", None) for criterion in criteria])
+    assert torch.equal(*found) and counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", [TemperatureLogitsWarper, SuppressTokensLogitsProcessor])
+def test_a_class_whose_call_was_replaced_is_no_longer_stock(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "__call__", lambda self, ids, scores: scores.roll(int(ids[0, -1]), 1))
+    settings = {"do_sample": True, "temperature": 1.4, "top_k": 0, "suppress_tokens": [7], "max_new_tokens": 10}
+    found = []
+    for each in (stock(), ours()):
+        torch.manual_seed(0)
+        found.append(each.generate(prompts(1, 6), **settings))
+    assert torch.equal(*found)
+
+
+def test_an_engine_gives_a_class_of_the_user_the_tokens() -> None:
+    with hf_accel.Engine(ours()) as engine:
+        answer = engine.submit(prompts(1, 6)[0].tolist(), max_new_tokens=10, processors=[ByLength([7, 8])]).result()
+    processors: Any = [ByLength([7, 8])]
+    expected = stock().generate(prompts(1, 6), max_new_tokens=10, do_sample=False, logits_processor=processors)
+    assert list(answer.tokens) == expected[0, 6:].tolist()
 
 
 @pytest.mark.long

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    GenerationMixin,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -98,6 +105,26 @@ def replaced(parent: nn.Module, name: str) -> None:
     setattr(parent, name, Mixer())
 
 
+class ScaledCache(DynamicCache):
+    """A cache of the user's, which gives other values than it was given."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values * 1.3
+
+
+def make_scaled_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+    model_kwargs[CACHE_NAME] = ScaledCache(config=self.config)
+
+
+class LlamaWithCache(LlamaForCausalLM):
+    _prepare_cache_for_generation = make_scaled_cache
+
+
+def other_class(model: Any) -> None:
+    model.__class__ = LlamaWithCache
+
+
 OTHERS_CODE = {
     "a class in a layer": lambda model: replaced(model.model.layers[1], "mlp"),
     "a class as a norm": lambda model: replaced(model.model, "norm"),
@@ -105,6 +132,26 @@ OTHERS_CODE = {
     "a hook on the head": lambda model: model.lm_head.register_forward_hook(last_token),
     "a forward": lambda model: mean_forward(model.model.layers[1].mlp),
 }
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)
+def test_a_class_that_makes_a_cache_of_its_own_keeps_it(settings: dict[str, Any]) -> None:
+    """Remote code that evicts or compresses keys does so."""
+    stock = build("llama")
+    plain = tokens(stock, **settings)
+    other_class(stock)
+    model = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    assert tokens(model, **settings).equal(tokens(stock, **settings))
+    assert not tokens(model, **settings).equal(plain)
+    assert "makes a cache of its own" in loop(model)
+
+
+@pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
+def test_a_cache_that_others_make_for_all_models_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched()
+    monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", make_scaled_cache)
+    assert tokens(model).equal(tokens(build("llama")))
 
 
 @pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
 
@@ -235,3 +235,56 @@ def test_stock_model_over_a_paged_cache(family: str, mode: str, layout: str) -> 
         given = {"do_sample": False, "max_new_tokens": 12} | settings | inputs(layout)
         outputs.append(stock(family).generate(**given, past_key_values=cache))
     assert torch.equal(*outputs)
+
+
+def _held(model: PreTrainedModel) -> Any:
+    return greedy(model, prompts(2, 7), return_dict_in_generate=True).past_key_values
+
+
+EDITS: dict[str, Any] = {
+    "in place": lambda layer: layer.values[:, :, 0].zero_(),
+    "in place, keys": lambda layer: layer.keys.mul_(0.5),
+    "others in their place": lambda layer: setattr(layer, "values", layer.values * 1.5),
+}
+
+
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("edit", EDITS)
+def test_keys_and_values_that_somebody_edits_are_refused(edit: str, without_gradients: Any) -> None:
+    """What is read of a paged cache is a copy, and a write to it would change nothing."""
+    model, cache = patched("llama"), _held(patched("llama"))
+    with pytest.raises(hf_accel.UnsupportedError, match="copy of what is in pages"), without_gradients():
+        EDITS[edit](cache.layers[1])
+        model(prompts(2, 2), past_key_values=cache)
+    with pytest.raises(hf_accel.UnsupportedError, match="copy of what is in pages"), without_gradients():
+        EDITS[edit](cache.layers[1])
+        greedy(model, prompts(2, 16), past_key_values=cache)
+    cache.layers[0].keys.mul_(0.5)
+    cache.reset()
+    assert torch.equal(greedy(model, prompts(2, 7), past_key_values=cache), greedy(stock("llama"), prompts(2, 7)))
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_way_to_edit_keys_and_values(edit: str) -> None:
+    logits = []
+    for model in (stock("llama"), patched("llama")):
+        settings = {"cache_implementation": "dynamic", "return_dict_in_generate": True}
+        cache = greedy(model, prompts(2, 7), **settings).past_key_values
+        with torch.no_grad():
+            EDITS[edit](cache.layers[1])
+            logits.append(model(prompts(2, 2), past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_gives_its_layers_one_by_one() -> None:
+    """By which a DynamicCache is made of another cache."""
+    logits = []
+    for model in (stock("llama"), patched("llama")):
+        copied = DynamicCache(_held(model))
+        with torch.no_grad():
+            logits.append(model(prompts(2, 2), past_key_values=copied).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    windows = [window for _, _, window in _held(patched("mistral"))]
+    assert [None if each is None else int(each) for each in windows] == [
+        getattr(layer, "sliding_window", None) for layer in _held(stock("mistral")).layers
+    ]

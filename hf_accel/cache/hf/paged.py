@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,91 +16,13 @@ from ...errors import UnsupportedError
 from ...keywords import check_keywords
 from ..cached_sequence import CachedSequence
 from ..group import PageGroup
-from ..padded import PaddedBatch, last_columns
+from ..padded import PaddedBatch
 from ..pages import Pages
 from ..step import SharedContext, Step
 from .kept import KeptOnDisk
 from .kinds import FIRST_TOKENS, REMADE, check_windows, model_kinds, page_groups, refuse_sources, windows_of_pages
-from .layers import CacheOverPages, LayerOverPages, as_attended, read_with_zeros
-
-
-class PagedLayer(LayerOverPages):
-    """One layer of a PagedCache. num_columns: the columns that this layer was updated with."""
-
-    is_croppable = True
-    supports_early_init = False
-    num_columns = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "cache"}
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.group.window is not None
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[0] if self.group.has_columns(self.layer_idx) else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        return self.columns()[1] if self.group.has_columns(self.layer_idx) else None
-
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store K and V [B, Hkv, Q, D], and return the K and V for attention.
-
-        In a patched model these are the given K and V, and K carries a PagedKV. In another model they are gathered
-        from all columns, [B, Hkv, T, D], as any attention function expects.
-        """
-        keys, values = as_attended(key_states, value_states)
-        step = self.cache.step_for(self, keys)
-        handle = self.store(step, keys, values)
-        self.pass_done(step)
-        if not step.gathers:
-            return handle.attach(keys), values
-        keys, values = self.columns()
-        return keys.contiguous(), values.contiguous()  # as DynamicCache's, which some code takes views of
-
-    def slots_seen(self, step: Step) -> Tensor:
-        # Padding is a token of zeros to a convolution, as it is in transformers.
-        slots = self.cache.column_slots(self.group_index, step.groups[self.group_index].slots.device)
-        return last_columns(slots, step.num_columns, self.group.window or 1)
-
-    def prepared_step(self) -> Step | None:
-        step = super().prepared_step()
-        if step is None or step.gathers or self.num_columns + step.num_columns != self.cache.padded.num_columns:
-            return None
-        return step
-
-    def pass_done(self, step: Step) -> None:
-        self.num_columns += step.num_columns
-
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """Gather K and V of all columns, [B, Hkv, T, D], with zeros in the padding and behind the window.
-
-        Raises UnsupportedError where ranks share out the blocks.
-        """
-        if self.group.context is not None:
-            raise UnsupportedError(
-                f"the attention of layer {self.layer_idx} needs all keys and values at once, and ranks share them out "
-                "here; patch this model without context_parallel="
-            )
-        storage = self.group.storages[self.layer_idx]
-        slots = self.cache.column_slots(self.group_index, storage.pages.k.device)
-        keys, values = self.group.form.parted(*read_with_zeros(storage, slots))
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.num_columns
-
-    def offload(self) -> None:
-        raise UnsupportedError("a paged cache cannot be offloaded; use stock's DynamicCache(offloading=True)")
-
-    prefetch = offload
+from .layers import CacheOverPages
+from .paged_layer import PagedLayer
 
 
 class PagedCache(CacheOverPages, KeptOnDisk):
@@ -159,6 +81,7 @@ class PagedCache(CacheOverPages, KeptOnDisk):
 
         An empty cache takes other pages if these were changed in the config for which it was made.
         """
+        self._check_copies()
         is_known = config is self._checked_config
         if is_known and self.padded.num_columns:
             return
@@ -217,11 +140,17 @@ class PagedCache(CacheOverPages, KeptOnDisk):
         Raises UnsupportedError if a layer's attention did not read the pages.
         """
         self.check_read()
+        self._check_copies()
         self._column_slots.clear()
         self.step = None
         if self._is_unfinished:
             self.padded.take_back()
             self._set_columns()
+
+    def _check_copies(self) -> None:
+        for layer in self.paged_layers:
+            if layer.copies:
+                layer.check_copies(0, 1)
 
     @property
     def _is_unfinished(self) -> bool:
@@ -309,9 +238,18 @@ class PagedCache(CacheOverPages, KeptOnDisk):
     def reset(self) -> None:
         """Release the sequences. Cached prefixes stay for the next call (see CacheConfig.prefix_sharing)."""
         self.unread = None
+        for layer in self.paged_layers:
+            layer.copies.clear()
         self._settle()
         self.padded.reset()
         self._set_columns()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Yield what DynamicCache yields for each layer: copies of its K and V, and the size of its window."""
+        for layer in self.layers:
+            group = getattr(layer, "group", None)
+            window = None if group is None or group.window is None else torch.tensor(group.window)
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return a fork, which shares the pages. A shared block is copied before either cache writes to it."""

@@ -16,7 +16,7 @@ from ..sequence import Sequence
 from .beam_scores import process_of
 from .generation_state import LoopCall
 from .joint_rows import has_room
-from .processing import BY_ROW, is_stock, processors_refusal
+from .processing import BY_ROW, is_limit, is_one_of, is_stock, processors_refusal
 
 # Transformers puts continuations that it has drawn in the order of their scores, from 5.24 on.
 SORTS_DRAWN = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
@@ -45,7 +45,7 @@ def begin_search(call: LoopCall, sequences: list[Sequence]) -> BeamSearch:
     config, device = call.config, call.input_ids.device
     count, ends = config.num_beams, config._eos_token_tensor
     num_ends = 0 if ends is None else ends.shape[0]
-    stop_ids = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, stopping_criteria.EosTokenCriteria)]
+    stop_ids = [c.eos_token_id.flatten() for c in call.criteria if is_one_of(c, stopping_criteria.EosTokenCriteria)]
     others = [criterion for criterion in call.criteria if not _is_plain(call, criterion)]
     process = process_of(call.processors)
     settings = BeamSettings(
@@ -77,7 +77,7 @@ def search_output(call: LoopCall, search: BeamSearch) -> Any:
     count = config.num_return_sequences or 1
     chosen = [found for results in search.results for found in results[:count]]
     prompts = call.input_ids[:: config.num_beams].repeat_interleave(count, dim=0)
-    new = _padded([found.tokens for found in chosen], _fill(call)).to(prompts)
+    new = _padded([found.tokens for found in chosen], _fill(call)).to(prompts.device)
     ids = torch.cat([prompts, new], dim=1)
     if not config.return_dict_in_generate:
         return ids
@@ -112,11 +112,7 @@ def _padded(rows: list[list[int]], fill: int) -> Tensor:
 
 def _is_plain(call: LoopCall, criterion: Any) -> bool:
     """Return whether the search needs no call of this criterion, because it knows the length and the stop tokens."""
-    if isinstance(criterion, stopping_criteria.MaxLengthCriteria):
-        return (
-            type(criterion) is stopping_criteria.MaxLengthCriteria and criterion.max_length == call.config.max_length
-        )
-    return type(criterion) is stopping_criteria.EosTokenCriteria
+    return is_limit(criterion, call.config.max_length) or is_one_of(criterion, stopping_criteria.EosTokenCriteria)
 
 
 def _stops(criteria: list[Any]) -> Any:
@@ -126,7 +122,7 @@ def _stops(criteria: list[Any]) -> Any:
 
 def _drops_ended(call: LoopCall) -> bool:
     """Return whether nothing can tell that prompts whose results are certain are computed no longer."""
-    if call.config.return_dict_in_generate or not all(type(criterion) in BY_BEAM for criterion in call.criteria):
+    if call.config.return_dict_in_generate or not all(is_one_of(criterion, *BY_BEAM) for criterion in call.criteria):
         return False
     return all(is_stock(each) and not _depends_on_row(each) for each in call.processors)
 

@@ -87,4 +87,4 @@ def settings_of_config(
     if refusal is not None:
         raise UnsupportedError(f"continuous batching cannot serve this generation_config: {refusal}; use generate()")
     chosen = stock_sampling(all_processors, greedy=not config.do_sample, **sampling)
-    return RequestSettings(max(1, limit), chosen, stop_rules(criteria), **asked)
+    return RequestSettings(max(1, limit), chosen, stop_rules(criteria, max_length=config.max_length), **asked)

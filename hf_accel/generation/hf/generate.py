@@ -117,7 +117,7 @@ def _settings(call: LoopCall, draws: BatchDraws | None) -> RequestSettings:
     return RequestSettings(
         max(1, config.max_length - call.num_columns),
         stock_sampling(call.processors, greedy=not config.do_sample, draw=draws, takes_drafts=drafted),
-        stop_rules(call.criteria),
+        stop_rules(call.criteria, max_length=config.max_length),
         constraint=constraint_in(call.processors) if alone else None,
         keeps_pages=keeps and not call.attends_to_sources,
     )
@@ -186,9 +186,11 @@ def _leave_last_block(cache: PagedCache, cached: CachedSequence) -> None:
 
 
 def _result(call: LoopCall, sequences: list[Sequence]) -> Tensor:
-    """Return the token ids [B, T + longest], padded on the right as in transformers."""
+    """Return the token ids [B, T + longest], padded on the right, and int64 behind a prompt of int32, as in
+    transformers.
+    """
     longest = max(sequence.num_new for sequence in sequences)
-    new = torch.full((len(sequences), longest), call.pad_token, dtype=call.input_ids.dtype)
+    new = torch.full((len(sequences), longest), call.pad_token, dtype=torch.int64)
     for row, sequence in enumerate(sequences):
         new[row, : sequence.num_new] = torch.tensor(sequence.tokens[sequence.num_prompt :])
     return torch.cat([call.input_ids, new.to(call.input_ids.device)], dim=1)

@@ -19,8 +19,12 @@ def why_together(call: LoopCall) -> str | None:
     kept = [name for name in OF_EACH_PASS if call.returns(name)]
     if kept:
         return f"{kept[0]}=True collects a tensor of each step"
-    each_once = processors_refusal(call.processors)
-    return each_once or needs_all_rows(call.processors, call.criteria, batch_size=len(call.input_ids))
+    if (each_once := processors_refusal(call.processors)) is not None:
+        return each_once
+    count = len(call.input_ids)
+    if count == 1 and call.speculative is not None:
+        return None  # drafts of one row are verified position by position
+    return needs_all_rows(call.processors, call.criteria, batch_size=count)
 
 
 def together_refusal(call: LoopCall) -> str | None:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ...tensors import integers, sent
+from ...undo.running_code import is_replaced_method
 from ..request_settings import StopRules
 from ..sampling.constraint import Constrained
 from ..sampling.processors import MinNewTokens, MinP, Processor, RepetitionPenalty, Temperature, TopKTopP
@@ -54,10 +56,25 @@ def processors_refusal(processors: LogitsProcessorList) -> str | None:
     return None if name is None else f"{name} depends on its earlier calls"
 
 
-def reads_scores_alone(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
-    """Return whether no processor reads earlier tokens, and criteria read their number and the last one."""
-    ends = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
-    return all(type(each) in SCORES_ONLY for each in processors) and all(type(each) in ends for each in criteria)
+def reads_scores_alone(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, max_length: int) -> bool:
+    """Return whether no processor reads earlier tokens, and criteria know the last one and max_length alone."""
+    known = all(is_one_of(each, EosTokenCriteria) or is_limit(each, max_length) for each in criteria)
+    return known and all(is_one_of(each, *SCORES_ONLY) for each in processors)
+
+
+def is_limit(criterion: object, max_length: int) -> bool:
+    """Return whether all that a criterion does is to end a text at max_length tokens, or behind them."""
+    return is_one_of(criterion, MaxLengthCriteria) and criterion.max_length >= max_length  # type: ignore[attr-defined]
+
+
+def limit_refusal(criteria: StoppingCriteriaList, max_length: int) -> str | None:
+    """Return why texts may go on beyond max_length, for which there is room, as one clause; None if they do not.
+
+    A MaxLengthCriteria of the user takes the place of the one that transformers makes of max_length.
+    """
+    if any(is_one_of(each, MaxLengthCriteria) and each.max_length <= max_length for each in criteria):
+        return None
+    return f"no MaxLengthCriteria ends its texts at max_length={max_length}"
 
 
 def way_back(processors: LogitsProcessorList) -> Callable[[], None]:
@@ -77,12 +94,18 @@ def way_back(processors: LogitsProcessorList) -> Callable[[], None]:
 
 
 def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaList, *, batch_size: int) -> str | None:
-    """Return why these need all rows of the batch together, as one clause; None if they do not."""
+    """Return why these need all rows of the batch together, as one clause; None if they do not.
+
+    Code of the user gets what transformers gives it, once for each step, also where there is one row: it may count
+    its calls, or return scores of another dtype.
+    """
+    for each in (*processors, *criteria):
+        if not (is_stock(each) or isinstance(each, ConstraintProcessor)):
+            return f"{type(each).__name__} may depend on the batch"
+        if type(each).__name__ in BY_ROW and batch_size > 1:
+            return f"{type(each).__name__} may depend on the batch"
     if batch_size == 1:
         return None
-    for each in (*processors, *criteria):
-        if type(each).__name__ in BY_ROW or not (is_stock(each) or isinstance(each, ConstraintProcessor)):
-            return f"{type(each).__name__} may depend on the batch"
     stops = any(isinstance(criterion, stopping_criteria.StopStringCriteria) for criterion in criteria)
     if stops and not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return "without an eos_token_id, transformers lets rows that have stopped go on until all have stopped"
@@ -90,8 +113,17 @@ def needs_all_rows(processors: LogitsProcessorList, criteria: StoppingCriteriaLi
 
 
 def is_stock(processor: object) -> bool:
-    """Return whether this processor or criterion is one of transformers' own."""
-    return type(processor).__module__ in (logits_process.__name__, stopping_criteria.__name__)
+    """Return whether this processor or criterion is one of transformers' own, with their code."""
+    kind = type(processor)
+    own = kind.__module__ in (logits_process.__name__, stopping_criteria.__name__)
+    return own and not is_replaced_method(kind, "__call__")
+
+
+def is_one_of(processor: object, *kinds: type) -> bool:
+    """Return whether this processor or criterion does what one of these classes does. A class of the user that is
+    made of one may do anything.
+    """
+    return type(processor) in kinds and is_stock(processor)
 
 
 def is_users(processor: object) -> bool:
@@ -132,7 +164,8 @@ class Batched(Processor):
         for rows in by_length.values():
             ids = sent(torch.stack([columns[row] for row in rows]), scores)
             own = sent(integers(rows), scores)
-            out[own] = self._for([prefixes[row].sequence for row in rows])(ids, scores[own])
+            processed = self._for([prefixes[row].sequence for row in rows])(ids, scores[own])
+            out[own] = processed.to(out.dtype) if isinstance(processed, Tensor) else processed
         return out
 
     def _for(self, sequences: abc.Sequence[Tokens | None]) -> Any:
@@ -176,8 +209,8 @@ def stock_sampling(
 
 
 def _batched(processor: Any) -> Batched:
-    scores_only = isinstance(processor, SCORES_ONLY)
-    if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
+    scores_only = is_one_of(processor, *SCORES_ONLY)
+    if is_one_of(processor, logits_process.SequenceBiasLogitsProcessor, logits_process.NoBadWordsLogitsProcessor):
         scores_only = all(len(sequence) == 1 for sequence in processor.sequence_bias)
     settings = (type(processor), _frozen(vars(processor))) if is_stock(processor) else _frozen(processor)
     return Batched(LogitsProcessorList([processor]), scores_only, (settings,))
@@ -199,7 +232,11 @@ def _fast_form(processor: Any) -> Processor | None:
     kind, settings = type(processor), vars(processor)
     if kind is ConstraintProcessor:
         return Constrained()
-    if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
+    if (
+        not is_stock(processor)
+        or settings.get("filter_value", -math.inf) != -math.inf
+        or settings.get("min_tokens_to_keep", 1) != 1
+    ):
         return None
     if kind is logits_process.TemperatureLogitsWarper:
         return Temperature(processor.temperature)
@@ -244,17 +281,17 @@ class BatchDraws:
         return (probabilities / torch.stack(noises)).argmax(-1).tolist()
 
 
-def stop_rules(criteria: StoppingCriteriaList) -> StopRules:
+def stop_rules(criteria: StoppingCriteriaList, *, max_length: int) -> StopRules:
     """Make StopRules from stopping criteria, which are called after every token as in transformers.
 
-    MaxLengthCriteria is left out, because RequestSettings.max_new_tokens has the same effect.
+    The limit by max_length is left out, because RequestSettings.max_new_tokens has the same effect.
     """
     ends: set[int] = set()
     others = []
     for criterion in criteria:
-        if isinstance(criterion, stopping_criteria.EosTokenCriteria):
+        if is_one_of(criterion, EosTokenCriteria):
             ends.update(criterion.eos_token_id.flatten().tolist())
-        elif not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+        elif not is_limit(criterion, max_length):
             others.append(functools.partial(_is_met, criterion))
     return StopRules(frozenset(ends), tuple(others))
 

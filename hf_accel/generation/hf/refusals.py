@@ -20,7 +20,7 @@ from ...fused.hf.counted_positions import moves_with_padding
 from ...fused.kept_states import Recorded
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
 from ...undo.journal import original_class
-from ...undo.running_code import is_replaced_method
+from ...undo.running_code import is_replaced_method, package_of
 from ...undo.state import FUSED, state_of
 from ..prompt_inputs import is_padded_behind, other_input
 from ..sampling.purity import stateful_refusal
@@ -33,7 +33,7 @@ from .model_runner import (
     is_compiled,
     keyword_for_each_row,
 )
-from .processing import is_users, reads_scores_alone
+from .processing import is_users, limit_refusal, reads_scores_alone
 from .users_code import code_in_passes
 
 NO_PAGES = "it has no paged cache"
@@ -44,6 +44,7 @@ OWN_METHODS = (
     "prepare_inputs_for_generation", "_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation",
     "_prefill", "_sample",
 )  # fmt: skip
+CACHE_METHOD = "_prepare_cache_for_generation"
 
 
 def ragged_refusal(model: nn.Module) -> str | None:
@@ -80,6 +81,8 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
     refusal = attention_refusal(model)
     if refusal is not None:
         return refusal
+    if makes_own_cache(original_class(model)):
+        return "its class makes a cache of its own"
     for name in OWN_METHODS:
         own = vars(model).get(name)  # PEFT's prompt learning replaces one on the model itself
         if own is None and is_replaced_method(original_class(model), name):
@@ -99,6 +102,12 @@ def changed_refusal(model: nn.Module, modules: Iterable[nn.Module] | None = None
     if any(map(is_compiled, asked)):
         return "torch.compile was applied to it, and compiled code cannot read pages"
     return None
+
+
+def makes_own_cache(kind: type) -> bool:
+    """Return whether code of others makes the cache of a class's generate()."""
+    holder = next((base for base in kind.__mro__ if CACHE_METHOD in vars(base)), None)
+    return holder is not None and (package_of(holder) != "transformers" or is_replaced_method(kind, CACHE_METHOD))
 
 
 def refuse_learnt(model: object, what: str) -> None:
@@ -202,7 +211,7 @@ def call_refusal(call: LoopCall, *, own_cache: bool) -> str | None:
         return f"{code} may read rows and columns, of which ragged passes have none"
     if call.has_beams:
         return beams_refusal(call)
-    return together_refusal(call)
+    return limit_refusal(call.criteria, call.config.max_length) or together_refusal(call)
 
 
 def warn_of_code(model: PreTrainedModel, what: str) -> None:
@@ -229,7 +238,7 @@ def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
         return "padding stands behind or between tokens"
     if not own_cache or call.has_beams or call.config.return_dict_in_generate:
         return "padding stands behind tokens, and it has beams, or returns more than tokens"
-    if not reads_scores_alone(call.processors, call.criteria):
+    if not reads_scores_alone(call.processors, call.criteria, max_length=call.config.max_length):
         return "padding stands behind tokens, and its processors read it"
     return None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import cpu
+from ...kernels.cpu.library import DTYPES
 from ...kernels.cpu.row_kernels import topk as native_topk
 from ...tensors import is_remote
 
@@ -105,7 +106,7 @@ def _without(scores: Tensor, cut: Tensor) -> Tensor:
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest scores of each row, [n, k], descending, and their indices, [n, k] int64."""
-    if scores.device.type == "cpu" and cpu.refusal() is None and not scores.requires_grad:
+    if scores.device.type == "cpu" and scores.dtype in DTYPES and cpu.refusal() is None and not scores.requires_grad:
         return native_topk(scores, k)
     values, indices = scores.topk(k, dim=-1)
     return values, indices
