@@ -95,6 +95,11 @@ def test_a_model_of_recurrent_layers_alone() -> None:
     assert together(model) == expected
 
 
+def test_a_decoder_of_its_own_cache_whose_layers_keep_no_state() -> None:
+    """MiniMax's decoder asks for its own cache, also where each layer attends to pages alone."""
+    check_together(model_of("minimax", layers=[FULL, FULL], tokens=64))
+
+
 @pytest.mark.parametrize("seed", seeds(0, 12))  # test_programmes plays one
 def test_random_programmes_of_requests(seed: int) -> None:
     """Arrivals, cancels, chunks of prompts, samples, preemption and drafts change no request's tokens."""
