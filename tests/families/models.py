@@ -210,10 +210,6 @@ def enliven(model: nn.Module, gain: float = 1.0) -> None:
     lets a layer answer about as loud as it is asked. Buffers that are saved and all zeros (biases by which experts are
     chosen) become random too. Anything else (decays, steps) stays.
     """
-    saved = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point() and buffer.numel() and not buffer.any():
-            buffer.add_(torch.randn_like(buffer), alpha=0.1)
     for parameter in model.parameters():
         if not parameter.is_floating_point() or not parameter.numel():
             continue
@@ -224,6 +220,10 @@ def enliven(model: nn.Module, gain: float = 1.0) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         else:
             _scale(parameter, gain)
+    saved = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and buffer.numel() and not buffer.any():
+            buffer.add_(torch.randn_like(buffer), alpha=0.1)
 
 
 def _scale(weight: Tensor, gain: float) -> None:

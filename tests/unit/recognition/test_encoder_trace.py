@@ -16,6 +16,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from hf_accel.attention.hf import ATTENTION_NAME
 from hf_accel.fused.encoder_programme import attended_window
+from hf_accel.fused.operations import refuse_over_rows
 from hf_accel.recognition.call_form import CallForm, bound, usual_form
 from hf_accel.recognition.operation import INPUT, OUTPUT, UntraceableError
 from hf_accel.recognition.stack_trace import StackTrace
@@ -147,12 +148,21 @@ def test_scaled_columns_that_are_read_elsewhere_end_a_trace(kind: type[Dinov2Lay
         traced(dinov2(kind))
 
 
-@pytest.mark.parametrize("parameter", [torch.ones(1), torch.ones(24, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("parameter", [torch.ones(2), torch.ones(24, dtype=torch.bfloat16)])
 def test_parameters_of_another_form_scale_no_columns(parameter: torch.Tensor) -> None:
     layer = dinov2()
     layer.layer_scale2.lambda1 = nn.Parameter(parameter)
     with pytest.raises(UntraceableError, match="another size or dtype"):
         traced(layer)
+
+
+def test_one_number_that_scales_all_columns_has_no_call_over_rows() -> None:
+    layer = dinov2()
+    layer.layer_scale2.lambda1 = nn.Parameter(torch.full((1,), 0.5))
+    trace = traced(layer)
+    assert [operation.kind for operation in trace.operations].count("multiply") == 1
+    with pytest.raises(UntraceableError, match="multiply"):
+        refuse_over_rows(trace.operations)
 
 
 def test_calls_are_bound_by_name() -> None:
