@@ -99,7 +99,8 @@ def measured(entrant: Entrant, cache: Any, times: SelfTimes) -> Iterator[None]:
         layer_programme.run_layer = times.wrap(WHOLE, call)
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[attention]  # the registered one, which ours has only hidden, is found again
+        # The registered one, which ours has only hidden, is found again; ours may not be there yet.
+        ALL_ATTENTION_FUNCTIONS._local_mapping.pop(attention, None)
         RaggedLayer.update = update  # type: ignore[method-assign]
         layer_programme.run_layer = call
         for owner, method, own in before:

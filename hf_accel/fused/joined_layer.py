@@ -73,10 +73,11 @@ def refuse_others(trace: Trace) -> None:
     for operation in trace.operations:
         values = operation.values
         is_linear = operation.kind != "linear" or isinstance(operation.modules[0], nn.Linear)
-        is_plain = operation.kind != "attend" or (values["factor"] == 1 and not values["biased"])
-        is_plain = is_plain and (
-            operation.kind != "rope" or (values["kv_heads"] > 0 and not values.get("half_tables"))
-        )
+        is_plain = True
+        if operation.kind == "attend":
+            is_plain = values["factor"] == 1 and not values["biased"]
+        elif operation.kind == "rope":
+            is_plain = values["kv_heads"] > 0 and not values.get("half_tables")
         known = operation.kind in JOINABLE and is_linear and is_plain and not {"activation", "vector"} & values.keys()
         if not known or any(span.head for span in operation.inputs):
             raise UntraceableError("one of its steps has no call on a GPU")

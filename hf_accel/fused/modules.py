@@ -24,6 +24,7 @@ from ..kernels.cpu import library, row_kernels
 from ..kernels.cpu.library import native
 from ..kernels.layouts import KV
 from ..recognition.code import PARTING_ROTATION, ROTATION, with_functions
+from ..recognition.rotations import Rotation
 from ..recognition.source import without_renaming
 from ..recognition.trial import ACTIVATIONS, GatedNames, RandomNumbers, Tolerance, difference, gated_names
 from ..recognition.unchanged import is_others_class, is_unobserved
@@ -127,7 +128,6 @@ def nearest(forms: list[Form], different: Callable[[Form], float]) -> Form | Non
 
 # -- rotations -----------------------------------------------------------------------------------------
 
-Rotation = Callable[..., tuple[Tensor, Tensor]]
 HALF_TABLES = 4  # the kernels' number for pairs of the halves with tables of half as many numbers as a head
 
 

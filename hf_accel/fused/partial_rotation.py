@@ -8,8 +8,9 @@ from functools import lru_cache
 
 import torch
 
+from ..recognition.rotations import Rotation
 from ..recognition.trial import RandomNumbers, agree
-from .modules import RotaryForm, Rotation, form_of_rotation
+from .modules import RotaryForm, form_of_rotation
 
 
 @lru_cache(maxsize=256)

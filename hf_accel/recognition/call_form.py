@@ -25,15 +25,8 @@ SOURCE_BIAS = "encoder_decoder_position_bias"  # what T5's decoder adds to the s
 OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer that has an encoder may be given these
 # Of Gemma 3n and 4: what is added for each layer, [B, T, a few], and where layers leave keys and values for others.
 OF_LAYER, SHARED_KEYS = "per_layer_input", "shared_kv_states"
-TENSORS = (
-    MASK,
-    POSITION_IDS,
-    TABLES,
-    *CACHES,
-    *OF_SOURCE,
-    OF_LAYER,
-    SHARED_KEYS,
-)  # a decoder layer may be given these
+OF_LAYERS = (OF_LAYER, SHARED_KEYS)
+TENSORS = (MASK, POSITION_IDS, TABLES, *CACHES, *OF_SOURCE, *OF_LAYERS)  # a decoder layer may be given these
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 PASSED_ON = (*TENSORS, STARTS)  # tensors, and a cache, that a layer may only pass on, as any other tensor
 
@@ -81,7 +74,7 @@ def usual_pass(kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool =
         raise UntraceableError(f"it is given {other[0]} too, which no trace follows")
     named = usual.intersection(names)
     if named.isdisjoint(CACHES):
-        named = usual - {*CACHES, *OF_SOURCE, OF_LAYER, SHARED_KEYS} | {cache}
+        named = usual - {*CACHES, *OF_SOURCE, *OF_LAYERS} | {cache}
     return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
 
 
