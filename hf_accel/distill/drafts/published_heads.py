@@ -74,11 +74,16 @@ class ReadsPairs(nn.Module):
         return made
 
 
-class LlamaPairLayer(ReadsPairs, LlamaDecoderLayer):  # type: ignore[misc]
+# Releases of transformers differ in whether these have types.
+_LlamaLayer: Any = LlamaDecoderLayer
+_Qwen3Layer: Any = Qwen3DecoderLayer
+
+
+class LlamaPairLayer(ReadsPairs, _LlamaLayer):
     """A Llama layer that reads pairs."""
 
 
-class Qwen3PairLayer(ReadsPairs, Qwen3DecoderLayer):  # type: ignore[misc]
+class Qwen3PairLayer(ReadsPairs, _Qwen3Layer):
     """A Qwen3 layer that reads pairs: it norms queries and keys."""
 
 

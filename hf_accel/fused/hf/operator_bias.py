@@ -85,7 +85,7 @@ def refuse_hidden(
 
 def _given(model: PreTrainedModel, name: str, call: OperatorCall, length: int) -> dict[str, Any]:
     """Return what the model gives to an attention module for the last of `length` tokens of one sequence."""
-    layer = DynamicLayer()
+    layer: Any = DynamicLayer()
     layer.keys = layer.values = torch.zeros(1, 1, 1, 1).expand(1, 1, length - 1, 1)
     layer.dtype, layer.device, layer.is_initialized = torch.float32, torch.device("cpu"), True
     cache = _LongCache() if call.counts else DynamicCache()
