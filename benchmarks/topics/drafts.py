@@ -31,6 +31,7 @@ from .students import Fields
 from .train_draft import TRAINING_FACTS
 
 DISTILLED, HEAD = "distilled", "head"
+EQUAL = "head, equal steps"  # beside a head that was trained before, with more
 KINDS: dict[str, Fields] = {
     "text alone": {"alpha": 1.0, "regenerate": 0},
     DISTILLED: {"alpha": 0.0, "regenerate": 1},
@@ -40,7 +41,7 @@ DRAFTS = Path("build") / "drafts"  # what the same code has trained with the sam
 TRAINING = Path(hf_accel.distill.__file__).parent
 PLAIN = "no draft"
 Draft = PreTrainedModel | DraftHead
-BESIDE = (DISTILLED, HEAD)  # where a head is given that was trained before
+BESIDE: dict[str, Fields] = {DISTILLED: KINDS[DISTILLED], EQUAL: KINDS[HEAD], HEAD: {}}  # where a head is given
 NOTE = (
     "Drafts of one layer with the target's embeddings and head, which begin as its first layer, and a head, which "
     "reads the target's hidden states and begins with random weights; on rows which the target has rewritten for the "
@@ -74,7 +75,7 @@ def measure(bench: Bench) -> list[Table]:
 def train(settings: Settings, target: PreTrainedModel) -> dict[tuple[str, int], Draft]:
     """Drafts by kind and seed; of a head that was trained before, the one there is, as that of the first seed."""
     given, seeds = settings.drafts.head, settings.drafts.seeds
-    kinds = BESIDE if given else KINDS
+    kinds: dict[str, Fields] = BESIDE if given else KINDS
     if given:
         seeds = seeds[:1]
     shared: Fields = {
@@ -85,7 +86,7 @@ def train(settings: Settings, target: PreTrainedModel) -> dict[tuple[str, int], 
         "length": settings.drafts.length,
         "learning_rate": settings.drafts.rate,
     }
-    wanted = {(kind, seed): {**shared, **KINDS[kind], "seed": seed} for kind in kinds for seed in seeds}
+    wanted = {(kind, seed): {**shared, **own, "seed": seed} for kind, own in kinds.items() for seed in seeds}
     paths = {key: DRAFTS / digest(fields) for key, fields in wanted.items()}
     if given:
         paths[HEAD, seeds[0]] = Path(given)
@@ -105,7 +106,7 @@ def digest(fields: Fields) -> str:
 
 
 def loaded(kind: str, path: Path, target: PreTrainedModel) -> Draft:
-    return DraftHead.from_pretrained(path, target) if kind == HEAD else endless(load_model(str(path)))
+    return DraftHead.from_pretrained(path, target) if kind in (HEAD, EQUAL) else endless(load_model(str(path)))
 
 
 def acceptance(
@@ -127,9 +128,10 @@ def acceptance(
         found[kind].append(report)
     rows = [acceptance_row(kind, reports) for kind, reports in found.items()]
     first = {row["draft"]: row["first_share"] for row in rows}
+    times = first[EQUAL if EQUAL in first else HEAD] / first[DISTILLED]
     title = (
-        f"temperature {temperature:g}, {training_of(settings)}: of a head's first tokens "
-        f"{first[HEAD] / first[DISTILLED]:.2f}x as many are accepted as of a distilled model's"
+        f"temperature {temperature:g}, {training_of(settings)}: after equal steps {times:.2f}x as many of a head's "
+        "first tokens are accepted as of a distilled model's"
     )
     return Table(title, rows, NOTE)
 
@@ -142,10 +144,11 @@ def training_of(settings: Settings) -> str:
     facts = Path(given) / TRAINING_FACTS
     known = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else None
     head = "a head" if known is None else (
-        f"a head of {known['steps']} steps with {known['batch']} rows of {known['length']} tokens, "
+        f"a head of {known['steps']} steps with {known['batch']} rows of {known['length']} tokens "
+        f"({known.get('epochs', 1)} epochs), "
         f"{known['training_cpu_seconds']:.0f} s of CPU time"
     )  # fmt: skip
-    return f"{head}, a distilled model of {steps} steps"
+    return f"{head}, a distilled model and a head of {steps} steps"
 
 
 def acceptance_row(kind: str, reports: Sequence[AcceptanceReport]) -> Row:

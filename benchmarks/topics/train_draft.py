@@ -23,7 +23,7 @@ TRAINING_FACTS = "training.json"  # beside a draft: how it was trained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftTraining:
     """One run: seed draws the text and its order. target, text, out: paths. kind: "model" of one layer, or "eagle", a
-    head. alpha=1 and regenerate=0 is training on text alone."""
+    head. alpha=1 and regenerate=0 is training on text alone. epochs: how often each row is read."""
 
     target: str
     text: str | None
@@ -36,13 +36,14 @@ class DraftTraining:
     alpha: float = 0.0
     regenerate: float = 1.0
     kind: str = "model"
+    epochs: int = 1
 
 
 def main(*argv: str) -> None:
     training = DraftTraining(**json.loads((argv or sys.argv[1:])[0]))
     tokenizer = AutoTokenizer.from_pretrained(training.target)
     target = AutoModelForCausalLM.from_pretrained(training.target).eval()
-    count, length = training.steps * training.batch, training.length
+    count, length = training.steps * training.batch // training.epochs, training.length
     held_out = held_out_text(training.text)
     rows = training_windows(tokenizer, held_out, count=count, length=length, seed=training.seed).tolist()
     start, cpu_start = time.perf_counter(), time.process_time()

@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_accel.hardware import device
 from hf_accel.kernels.cpu import library
 from hf_accel.kernels.cpu.library import Linear, Matrix
+from hf_accel.kernels.cpu.low_rank import LowRank
 
 SETTINGS = "HF_ACCEL_EMULATED"  # for each level, best first, the command that runs the driver for it: a dict in JSON
 LIKE_NEON = "avx2"  # the level of this machine that has NEON's lanes, and so the same bits
@@ -80,6 +81,7 @@ class Call:
     memory: Memory
     regions: list[Region] = field(default_factory=list)
     pointers: list[tuple[int, int, int, int]] = field(default_factory=list)
+    structs: set[int] = field(default_factory=set)  # the regions that hold pointers, which are others there
 
     def add(self, region: Region) -> int:
         if region not in self.regions:
@@ -89,6 +91,7 @@ class Call:
     def add_struct(self, kind: type[Structure], address: int, count: int = 1) -> int:
         size = ctypes.sizeof(kind)
         index = self.add(Region(address, size * count, torch.uint8))
+        self.structs.add(index)
         for number in range(count):
             for at, name, parent in pointers_of(kind, kind.from_address(address + number * size)):
                 self.add_pointer((index, number * size + at), name, parent)
@@ -103,6 +106,9 @@ class Call:
             target, offset = self.add_struct(Linear, pointer), 0
         elif name == "matrices":
             target, offset = self.add_struct(Matrix, pointer, parent.count), 0  # type: ignore[attr-defined]
+        elif name == "parts":  # of adapters: structs with pointers of their own
+            count = self.memory.find(pointer).size // ctypes.sizeof(LowRank)
+            target, offset = self.add_struct(LowRank, pointer, count), 0
         else:
             region = self.memory.find(pointer)
             target, offset = self.add(region), pointer - region.address
@@ -164,8 +170,8 @@ class Emulated:
         if answers is None:
             return 1
         assert self.native[f"hfa_{name}"](packed) == 0
-        for region, answer in list(zip(call.regions, answers, strict=True))[1:]:
-            if region.dtype is not torch.uint8 or region in self.memory.regions.values():
+        for index, (region, answer) in enumerate(zip(call.regions, answers, strict=True)):
+            if index not in call.structs:
                 self.compare(name, region, answer)
         self.calls += 1
         return 0
