@@ -13,7 +13,7 @@ import os
 import platform
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import Structure
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from hf_accel.hardware import device
 from hf_accel.kernels.cpu import library
 from hf_accel.kernels.cpu.library import Linear, Matrix
 from hf_accel.kernels.cpu.low_rank import LowRank
+from hf_accel.kernels.cpu.row_conv import RowNorm
 
 SETTINGS = "HF_ACCEL_EMULATED"  # for each level, best first, the command that runs the driver for it: a dict in JSON
 LIKE_NEON = "avx2"  # the level of this machine that has NEON's lanes, and so the same bits
@@ -102,17 +103,28 @@ class Call:
         pointer = (value if isinstance(value, int | None) else ctypes.cast(value, ctypes.c_void_p).value) or 0
         if not pointer:
             return
-        if name == "linear":
-            target, offset = self.add_struct(Linear, pointer), 0
-        elif name == "matrices":
-            target, offset = self.add_struct(Matrix, pointer, parent.count), 0  # type: ignore[attr-defined]
-        elif name == "parts":  # of adapters: structs with pointers of their own
-            count = self.memory.find(pointer).size // ctypes.sizeof(LowRank)
-            target, offset = self.add_struct(LowRank, pointer, count), 0
+        if name in STRUCTS:
+            kind, count = STRUCTS[name]
+            target, offset = self.add_struct(kind, pointer, count(self.memory, parent, pointer)), 0
+        elif name == "known":  # whether all numbers were: a byte of ctypes
+            target, offset = self.add(Region(pointer, 1, torch.uint8)), 0
         else:
             region = self.memory.find(pointer)
             target, offset = self.add(region), pointer - region.address
         self.pointers.append((*place, target, offset))
+
+
+def _one(memory: Memory, parent: Structure, pointer: int) -> int:
+    return 1
+
+
+# What pointers of these names lead to are structs with pointers of their own, so many of them.
+STRUCTS: dict[str, tuple[type[Structure], Callable[[Memory, Any, int], int]]] = {
+    **dict.fromkeys(("linear", "up", "down"), (Linear, _one)),
+    "matrices": (Matrix, lambda memory, parent, pointer: parent.count),
+    "norm": (RowNorm, _one),
+    "parts": (LowRank, lambda memory, parent, pointer: memory.find(pointer).size // ctypes.sizeof(LowRank)),
+}
 
 
 def pointers_of(kind: type[Structure], value: Structure, start: int = 0) -> Iterator[tuple[int, str, Structure]]:
