@@ -184,6 +184,7 @@ class Watch(Controller):
         other_rows: int = 0,
         is_free: bool = True,
         source: str = "",
+        **settings: Any,
     ) -> list[int]:
         self._held += 1
         if self._held > HOLD:

@@ -12,15 +12,14 @@ from typing import Any, Literal
 from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
 from .costs import SLOW, CostTable
-from .draft_choice import LEAST_GAIN, SHARE, DraftChoice
-from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, Drafted, DraftSource, hoped_rate
+from .draft_choice import LEAST_GAIN, SHARE, UNMEASURED, DraftChoice
+from .draft_sources import ALONG, FIRST_WAIT, MOST_SIBLINGS, SIBLINGS, DraftSource, hoped_rate
 
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 # The budget of trials, in passes: what it holds at first and at most.
 FIRST_BUDGET, MOST_BUDGET = 0.4, 4.0
 LAST_WAIT = 256  # the most passes from one trial to the next
 HORIZON = 64  # in at most so many passes drafts must pay for reading sequences
-SIBLINGS = 4  # tokens of a tree for each of its levels, as long as it is not known how deep a tree pays
 AHEAD = 32  # the passes before the next possible draft from which on hidden states are kept
 MANY = 64  # the passes after which it is known whether drafts pay
 
@@ -60,23 +59,28 @@ class Controller:
 
     def lengths(
         self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,
-        other_rows: int = 0, is_free: bool = True, source: str = "",
+        other_rows: int = 0, is_free: bool = True, source: str = "", room: int | None = None,
     ) -> list[int]:  # fmt: skip
         """Return the number of tokens to draft for each of `sequences`, which all decode in the next pass.
 
         limits: the largest number for each sequence. other_rows: the rows of the pass that do not depend on this
         choice, such as prefill, and sequences with a draft of another source. is_free: whether drafting needs no pass
-        of a model. source: the name of the drafter; acceptance and cost are learnt for each source.
+        of a model. source: the name of the drafter; acceptance and cost are learnt for each source. room: the most
+        drafted tokens of the pass, beyond which a caller drops them; None for any number.
         """
-        settings: Any = {"other_rows": other_rows, "is_free": is_free, "source": source}
-        return [shape.nodes for shape in self._shapes(sequences, limits, **settings)]
+        settings: Any = {"other_rows": other_rows, "is_free": is_free, "source": source, "room": room}
+        return [shape.nodes for shape in self._shapes(sequences, limits, 0, **settings)]
+
+    def expect(self, acceptance: float, source: str = "") -> None:
+        """Expect that so many of the first tokens of a drafter are accepted, as long as none was verified."""
+        self._source(source).expected = acceptance
 
     def shapes(
         self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *, trees: bool = False, **settings: Any
     ) -> list[Shape]:
         """Return what to draft for each of `sequences`; see `lengths`. trees: whether the drafter proposes trees."""
         if trees:
-            return self._shapes(sequences, limits, most_nodes=self.max_nodes, **settings)
+            return self._shapes(sequences, limits, self.max_nodes, **settings)
         return [Shape(length, length) for length in self.lengths(sequences, limits, **settings)]
 
     def rests(self, source: str, passes: int = AHEAD, *, count: int | None = None) -> bool:
@@ -105,27 +109,27 @@ class Controller:
         return f"drafts of {source!r} do not pay: a token costs {cost:.2f} of a pass, and {rate:.0%} are accepted"
 
     def _shapes(
-        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], *,
-        other_rows: int = 0, is_free: bool = True, source: str = "", most_nodes: int = 0,
-    ) -> list[Shape]:  # fmt: skip
+        self, sequences: abc.Sequence[Sequence], limits: abc.Sequence[int], most_nodes: int, **settings: Any
+    ) -> list[Shape]:
         """Return what to draft. most_nodes: the most tokens of a tree; 0 for chains."""
         self._sequences = max(self._sequences, len(sequences))
         if self.num_draft != "auto":
             depths = (max(0, min(self.num_draft, limit)) for limit in limits)
             return [Shape(depth, max(depth, most_nodes) if depth else 0) for depth in depths]
-        known, rows = self._source(source), len(sequences) + other_rows
+        known, rows = self._source(settings.get("source", "")), len(sequences) + settings.get("other_rows", 0)
         # Longer drafts than any that was accepted are tried step by step, because nobody knows yet what they cost.
         deepest = min(self.max_draft, max(1, 2 * sum(count > 0 for count in known.tally.accepted)))
         bounds = [max(0, min(limit, deepest)) for limit in limits]
         if self.num_passes < known.plan.until and known.plan.holds_for(sequences, rows, trees=most_nodes > 0):
             return known.plan.within(bounds)
-        if not any(bounds) or not self.verify_costs.is_measured(rows):
+        room = sum(bounds) * max(1, most_nodes) if settings.get("room") is None else settings["room"]
+        if not any(bounds) or room < 1 or not self.verify_costs.is_measured(rows):
             return [NO_SHAPE] * len(bounds)
         if self.budget is None:
             self.budget = FIRST_BUDGET * self.verify_costs.seconds(len(sequences))
-        known.is_free = is_free
+        known.is_free = settings.get("is_free", True)
         nodes = min(most_nodes, SIBLINGS * deepest)
-        choice = DraftChoice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, nodes)
+        choice = DraftChoice(known, sequences, bounds, rows, self.verify_costs, self.num_passes, room, nodes)
         known.plan = choice.plan(min(HORIZON, max(limits)), self.budget)
         return known.plan.within(bounds)
 
@@ -137,31 +141,36 @@ class Controller:
         What only computed earlier tokens, such as a prompt, must not be counted.
         """
         known = self._source(source)
-        known.seconds += seconds
         if levels:
+            if not known.cost.count and self._sequences and self.verify_costs.widths:
+                # The first one may be an outlier, and would be the last if it were believed.
+                seconds = min(seconds, levels * self.verify_costs.seconds(self._sequences))
             known.cost.observe(levels, tokens, seconds)
+        known.seconds += seconds
 
     def observe_reading(self, sequences: abc.Sequence[Sequence], seconds: float, source: str = "") -> float:
         """Learn that it took `seconds` until a drafter was ready to draft for these sequences.
 
-        Returns how many of them count as reading: all if it had to read any sequence for the first time, else none.
+        Returns how many of them count as reading: all if it had to read many tokens of any sequence, else none.
         """
         known = self._source(source)
-        new = [record for record in map(known.of, sequences) if not record.is_read]
-        if not new:
+        unread = [len(sequence.tokens) - known.of(sequence).num_read for sequence in sequences]
+        for sequence in sequences:
+            known.of(sequence).num_read = len(sequence.tokens)
+        tokens = sum(each for each in unread if each > ALONG)
+        if not tokens:
             return 0.0
-        for record in new:
-            record.is_read = True
-        each = seconds / len(new)
         # A first reading may take much longer than those that follow.
-        known.reading = each if known.reading is None else min(each, (known.reading + each) / 2)
+        before = known.reading
+        if before is None:
+            before = UNMEASURED * self.verify_costs.seconds(tokens) / tokens if self.verify_costs.widths else 0.0
+        known.reading = min(seconds / tokens, (before + seconds / tokens) / 2)
         known.seconds += seconds
         return seconds
 
     def observe_keeping(self, seconds: float, source: str = "") -> None:
-        """Learn that a pass has taken `seconds` longer because it has kept what a drafter reads."""
-        known = self._source(source)
-        known.keeping += (seconds - known.keeping) / (8 if known.keeping else 1)
+        """Learn that a pass has taken `seconds` longer because it has kept what a drafter reads, or chosen lengths."""
+        self._source(source).kept += seconds
         self._kept += seconds
 
     def observe_drafts(self, sequence: Sequence, drafted: int, accepted: int, source: str = "") -> None:
@@ -171,7 +180,7 @@ class Controller:
             record = known.of(sequence)
             known.tally.add(drafted, accepted)
             record.tally.add(drafted, accepted)
-            self._observe(known, record, drafted, accepted)
+            self._observe(known, sequence, drafted, accepted)
 
     def observe_tree(self, sequence: Sequence, draft: Draft, rows: list[int], source: str = "") -> None:
         """Learn the acceptance of a tree. rows: row 0 of the draft, and those of the accepted tokens."""
@@ -185,16 +194,21 @@ class Controller:
                 own = [known.ranks[rank - 1]] if 0 < rank < MOST_SIBLINGS else [known.tally, record.tally]
                 for tally in own if rank < MOST_SIBLINGS else ():
                     tally.count(depth, accepted=child == taken)
-        self._observe(known, record, len(draft), len(rows) - 1)
+        self._observe(known, sequence, len(draft), len(rows) - 1)
 
-    def _observe(self, known: DraftSource, record: Drafted, drafted: int, accepted: int) -> None:
-        record.last_pass = self.num_passes
+    def _observe(self, known: DraftSource, sequence: Sequence, drafted: int, accepted: int) -> None:
+        record = known.of(sequence)
+        record.last_pass, record.num_read = self.num_passes, len(sequence.tokens)
         known.drafted, known.accepted = known.drafted + drafted, known.accepted + accepted
 
     def observe_pass(self, rows: int, seconds: float) -> None:
         """Learn that a pass of the model over `rows` rows, drafted tokens included, took `seconds`."""
         self.verify_costs.observe(rows, seconds - self._kept)
         self.num_passes += 1
+        for known in self.sources.values():
+            if known.kept:
+                known.keeping += (known.kept - known.keeping) / (8 if known.keeping else 1)
+                known.kept = 0.0
         if self.num_draft == "auto" and self.budget is not None:
             self.budget = min(self.budget + SHARE * seconds, max(self.budget, MOST_BUDGET * seconds))
             if not any(known.plan.pays for known in self.sources.values()):

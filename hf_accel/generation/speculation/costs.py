@@ -15,9 +15,11 @@ from statistics import median_low
 from ..sequence import NO_SHAPE, Shape
 
 MEMORY = 31  # the last observations of a width that count
+RECENT, FEWEST = 64, 7  # of these, those of the last passes, because a machine changes its pace; or at least so many
 EXTRAPOLATED = 0.02  # a further row than any measured is assumed to add this share of the time, or a quarter of a row
 DRAFTS = 32.0  # about so many of the last drafts count
 SLOW = 2.0  # how many times slower than expected an observed draft may count as
+FIRST_ADDED = 4  # may be added to a pass before any more were measured
 ALL_COUNTS = 16  # of more drafted tokens than so many not all numbers are tried
 NOISE = 0.1  # the assumed mean relative deviation of an observation, which counts as two of them
 
@@ -63,6 +65,8 @@ class CostTable:
 
     def __init__(self) -> None:
         self.widths: dict[int, deque[float]] = {}  # observations
+        self._passes: dict[int, deque[int]] = {}  # the number of the pass of each
+        self._count = 0  # of passes
         self._unread = set[int]()  # widths with observations that the estimates do not know yet
         self._doubts: dict[int, float] = {}  # relative standard errors of the estimates
         self._medians: dict[int, float] = {}
@@ -76,13 +80,17 @@ class CostTable:
         rows = round(rows / step) * step
         if rows not in self.widths:
             self.widths[rows] = deque([self.seconds(rows)] if self.widths else [], maxlen=MEMORY)
+            self._passes[rows] = deque([self._count] * len(self.widths[rows]), maxlen=MEMORY)
+        self._count += 1
         self.widths[rows].append(seconds)
+        self._passes[rows].append(self._count)
         self._unread.add(rows)
 
     def _read(self) -> None:
         """Estimate what was observed since it was asked for last."""
         for rows in self._unread:
-            seen = self.widths[rows]
+            recent = sum(number > self._count - RECENT for number in self._passes[rows])
+            seen = list(self.widths[rows])[-max(FEWEST, recent) :]
             # The lower median, because outliers are slow. The first observation of a width is half believed.
             median = min(seen[1], 2 * seen[0]) if len(seen) == 2 else median_low(seen)
             self._medians[rows] = median
@@ -96,6 +104,14 @@ class CostTable:
         """Return whether a pass with half to twice as many rows was seen, or two if it was the very first."""
         near = (len(times) for seen, times in self.widths.items() if rows <= 2 * seen and seen <= 2 * rows)
         return sum(near) >= 2
+
+    def step(self, rows: int, room: int) -> int:
+        """Return how many rows a pass of `rows` may be given besides, at most `room`: twice as many as were measured.
+
+        What a pass of many more would take is not known well enough to pay for it.
+        """
+        more = [seen - rows for seen in self.widths if rows < seen <= rows + room]
+        return min(room, max(FIRST_ADDED, 2 * max(more, default=0)))
 
     def is_known(self, rows: int) -> bool:
         """Return whether passes with so many rows were seen, or with more."""
@@ -129,7 +145,10 @@ class CostTable:
         """The standard error of `seconds(rows)`."""
         if self._unread:
             self._read()
-        return self._doubts[min(self.widths, key=lambda seen: abs(seen - rows))] * self.seconds(rows)
+        widths, _ = self._curve
+        at = bisect_left(widths, rows)
+        near = widths[max(0, at - 1) : at + 1]
+        return self._doubts[min(near, key=lambda seen: abs(seen - rows))] * self.seconds(rows)
 
 
 class DraftCost:
@@ -222,6 +241,7 @@ def allocate_trees(
     *,
     other_rows: int = 0,
     least: float = 0.0,
+    room: int | None = None,
 ) -> tuple[list[Shape], float]:
     """Return the drafts with the highest rate of new tokens (the goodput of SmartSpec, arXiv 2406.14066), and the
     seconds that they are expected to gain.
@@ -229,7 +249,7 @@ def allocate_trees(
     gains[i]: of each token that can be drafted for sequence i, the probability that it and all before it are accepted,
     and its depth from 0 on. verify: of the model's pass. draft: of a drafter; None if it needs none. other_rows: of
     the pass, such as prefill, which are computed in any case: next to them, a drafted token pays if it comes faster
-    than by decoding alone. least: seconds that any draft must gain.
+    than by decoding alone. least: seconds that any draft must gain. room: the most drafted tokens, or None.
 
     No token is likelier than the one that it follows. So for each total number of drafted tokens, those with the
     highest gains are the best choice. All total numbers are tried, because the time of a kernel rises in steps (of
@@ -238,7 +258,8 @@ def allocate_trees(
     """
     entries = sorted((-gain, depth, i) for i, tree in enumerate(gains) for gain, depth in tree)
     deepest = 1 + max((depth for _, depth, _ in entries), default=-1)
-    counts = [n for n in range(1, len(entries) + 1) if n <= ALL_COUNTS or n % (n // ALL_COUNTS) == 0]
+    most = len(entries) if room is None else min(room, len(entries))
+    counts = [n for n in range(1, most + 1) if n <= ALL_COUNTS or n % (n // ALL_COUNTS) == 0 or n == most]
     rows = len(gains)
     bare, whole = verify(rows), verify(rows + other_rows)
     alone = {n: verify(rows + n) - bare for n in counts}

@@ -11,13 +11,16 @@ from weakref import WeakKeyDictionary
 from ..sequence import NO_SHAPE, Sequence, Shape
 from .acceptance import Tally, gains, likeliest_tree
 from .costs import DraftCost
+from .drafters.drafter import UNKNOWN
 
 FIRST_WAIT = 1  # the passes from the first trial to the next
-# The acceptance that is expected before any draft was verified, and its weight in verified tokens. The acceptance
-# over all sequences, of about the last 64 drafts, is what is expected of each, of which the last 16 count.
-PRIOR, WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 0.3, 4.0, 64.0, 16.0
+# The weight of an expected acceptance, in verified tokens. The acceptance over all sequences, of about the last 64
+# drafts, is what is expected of each, of which the last 16 count.
+WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 4.0, 64.0, 16.0
 IDLE_MEMORY = 64.0  # the passes without drafts in which the counts of a sequence fade
 HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
+ALONG = 16  # the tokens of a sequence that are read together with a draft; more are read before it
+SIBLINGS = 4  # tokens of a tree for each of its levels, as long as it is not known how deep a tree pays
 # The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
 MOST_SIBLINGS, SIBLING = 6, 0.3
 
@@ -27,11 +30,13 @@ Trees = list[list[tuple[float, int]]]
 
 @dataclass
 class Drafted:
-    """The latest drafts for one sequence. is_read: whether the source has read it, which costs time once."""
+    """The latest drafts for one sequence. num_read: its tokens behind the last of them; the source has yet to read
+    those after it, which costs time once.
+    """
 
     tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
     last_pass: int = -1
-    is_read: bool = False
+    num_read: int = 0
 
 
 @dataclass
@@ -80,8 +85,9 @@ class DraftSource:
     ranks: list[Tally] = field(default_factory=lambda: [Tally(SOURCE_MEMORY) for _ in range(1, MOST_SIBLINGS)])
     sequences: WeakKeyDictionary[Sequence, Drafted] = field(default_factory=WeakKeyDictionary)
     cost: DraftCost = field(default_factory=DraftCost)
-    reading: float | None = None  # seconds to read a sequence for the first time
-    keeping: float = 0.0  # seconds in which a pass keeps what the drafter reads
+    reading: float | None = None  # seconds to read a token of a sequence
+    keeping: float = 0.0  # seconds of a pass for drafts besides drafting: states are kept, and lengths chosen
+    expected: float = UNKNOWN  # the acceptance before any draft was verified
     is_free: bool = True
     plan: DraftPlan = field(default_factory=DraftPlan)
     last_paid: int = 0  # the last pass for which drafts were expected to pay
@@ -95,6 +101,7 @@ class DraftSource:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+    kept: float = 0.0
 
     def of(self, sequence: Sequence) -> Drafted:
         record = self.sequences.get(sequence)
@@ -115,8 +122,7 @@ def expected_gains(
     source: DraftSource, drafted: abc.Sequence[Drafted], bounds: abc.Sequence[int]
 ) -> list[list[float]]:
     """Return the gains of the next draft of each sequence, of at most bounds[i] tokens."""
-    first: list[float | None] = [PRIOR]
-    expected: list[float | None] = list(source.tally.acceptances(first + [None] * (max(bounds) - 1), WEIGHT))
+    expected: list[float | None] = list(_expected_of_source(source, max(bounds)))
     # A position that the source has rarely drafted is expected to be like the sequence's own position before it.
     seen = sum(verified >= SEQUENCE_MEMORY for verified in source.tally.verified)
     expected = [rate if position < max(1, seen) else None for position, rate in enumerate(expected)]
@@ -131,23 +137,35 @@ def expected_trees(
     chains = expected_gains(source, drafted, bounds)
     if not most_nodes:
         return [[(gain, depth) for depth, gain in enumerate(chain)] for chain in chains]
-    trees = []
+    trees, shares = [], _shares_of_siblings(source, max(bounds), most_nodes)
     for chain in chains:
         rates = [[gain / before if before else 0.0 for gain, before in zip(chain, [1.0, *chain], strict=False)]]
         left = [1 - rate for rate in rates[0]]
-        for tally in source.ranks:
-            if chain:
-                # What a sibling has of what those before it have left is the same at all depths.
-                seen = tally.acceptances([SIBLING * left[0], *[None] * (len(chain) - 1)], WEIGHT)
-                rates.append([min(pair) for pair in zip(seen, left, strict=True)])
-                left = [max(0.0, all - rate) for all, rate in zip(left, rates[-1], strict=True)]
+        for share in shares:
+            rates.append([part * rest for part, rest in zip(share, left, strict=False)])
+            left = [rest - rate for rest, rate in zip(left, rates[-1], strict=True)]
         trees.append(likeliest_tree(rates, most_nodes))
     return trees
 
 
+def _shares_of_siblings(source: DraftSource, depth: int, most_nodes: int) -> list[list[float]]:
+    """Return by rank, from the second sibling on, and by depth which part it has of what those before it leave."""
+    left, shares = [1 - rate for rate in _expected_of_source(source, depth)], list[list[float]]()
+    for tally in source.ranks[: most_nodes - 1]:
+        # What a sibling has of what those before it have left is the same at all depths.
+        seen = tally.acceptances([SIBLING * left[0], *[None] * (depth - 1)], WEIGHT)
+        shares.append([min(1.0, rate / rest) if rest > 0 else 0.0 for rate, rest in zip(seen, left, strict=True)])
+        left = [rest * (1 - share) for rest, share in zip(left, shares[-1], strict=True)]
+    return shares
+
+
+def _expected_of_source(source: DraftSource, depth: int) -> list[float]:
+    return source.tally.acceptances([source.expected, *[None] * (depth - 1)], WEIGHT)
+
+
 def hoped_rate(source: DraftSource) -> float:
     """Return the best acceptance of first tokens that what was seen of them leaves possible."""
-    rate = source.tally.acceptances([PRIOR], WEIGHT)[0]
+    (rate,) = _expected_of_source(source, 1)
     seen = WEIGHT + sum(source.tally.verified[:1])
     return min(1.0, rate + HOPE * sqrt(rate * (1 - rate) / seen))
 

@@ -127,7 +127,7 @@ class Speculation:
         self._forks: dict[Sequence, list[Fork]] = {}
         self._states: dict[Sequence, tuple[int, StateRows]] = {}  # of trees, from the first row on
         self._begun = 0.0  # when the pass began
-        self._seconds = 0.0  # the time of all that is done for drafts before the pass
+        self._seconds = 0.0  # the time of all that is done for drafts before the pass, besides choosing their lengths
 
     def leave_trees(self, why: str | None) -> None:
         """Ask drafters for chains if the model cannot verify trees. why: the reason, as a clause; None if it can."""
@@ -171,14 +171,18 @@ class Speculation:
         self, drafter: Drafter, sequences: list[Sequence], other_rows: int, room: int | None, *, pages: Pages
     ) -> None:
         trees = self.statistics.no_trees is None and self.controller.max_nodes > 1 and drafter.drafts_trees(sequences)
+        begun = now()
+        self.controller.expect(drafter.expected, source=drafter.name)
         shapes = self.controller.shapes(
             sequences,
             [sequence.num_left - 1 for sequence in sequences],
             other_rows=other_rows,
             is_free=drafter.is_free,
             source=drafter.name,
+            room=room,
             trees=trees,
         )
+        self.controller.observe_keeping(now() - begun, source=drafter.name)
         if self.agreement.size > 1:  # measured time decides
             shapes = [Shape(*shape) for shape in self.agreement.agree(shapes)]
         if not any(shape.nodes for shape in shapes):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ....fused.state_rows import StateRows
 
 
+UNKNOWN = 0.3  # the acceptance that is expected of a drafter of which nothing is known
+
+
 class Drafter(ABC):
     """Proposes tokens for many sequences at once.
 
@@ -21,13 +24,15 @@ class Drafter(ABC):
 
     name: identifies the drafter; acceptance and cost are learnt for each name. is_free: whether it needs no pass of a
     model. layers: the hidden states that `watch` is called with, as indices into those that transformers returns.
-    trees: whether it proposes trees, by `propose_trees`, where the model can verify them.
+    trees: whether it proposes trees, by `propose_trees`, where the model can verify them. expected: the acceptance of
+    a first token that is expected before any was verified.
     """
 
     name: str
     is_free: bool = False
     layers: tuple[int, ...] = ()
     trees: bool = False
+    expected: float = UNKNOWN
 
     def drafts_for(self, sequence: Sequence) -> bool:
         """Return whether this sequence may get a draft; it is not asked for one, and learns nothing, where not."""

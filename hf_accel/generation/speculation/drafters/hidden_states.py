@@ -10,7 +10,7 @@ from torch import Tensor
 from ....fused.state_rows import StateRows, end_to_end
 from ...sequence import Draft, Sequence
 from .drafter import Drafter
-from .unread_states import FEW, StatesBook, UnreadStates
+from .unread_states import FEW, TRAINED, StatesBook, UnreadStates
 
 # Continues one sequence. It is called with the final tokens of the sequence; the hidden states [n, D] of n of them,
 # which follow on those of the call before; the index of the first of these; and the tokens to draft, which may be 0.
@@ -23,6 +23,8 @@ class HiddenStatesDrafter(Drafter):
     layers: the hidden states that are read, as indices into those that transformers returns. begin: makes a Continue
     for a sequence.
     """
+
+    expected = TRAINED
 
     def __init__(self, name: str, layers: abc.Sequence[int], begin: Callable[[], Continue]) -> None:
         self.name, self.layers = name, tuple(layers)

@@ -21,9 +21,10 @@ from ....kernels.cpu.draws import INVERSE, LIKELIEST, RACE
 from ...sequence import NO_DRAFT, Draft, Sequence, Shape
 from ..verifiers.verifier import Place
 from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
-from .unread_states import FEW, StatesBook, UnreadStates
+from .unread_states import FEW, TRAINED, StatesBook, UnreadStates
 
 CALLS_TO_KNOW = 2  # the first finds how the layer is called, the second tries a draft
+TOGETHER = 128  # the most states of all sequences that are read together with a draft, which is then one call
 BRANCHES, MOST_BRANCHES = 4, 16  # the tokens of a step from which the next one goes on; and a kernel's limit
 
 
@@ -122,6 +123,7 @@ class HeadDrafter(ModelDrafter):
 
     name = "draft head"
     trees = True
+    expected = TRAINED
 
     def __init__(self, calls: HeadCalls, layers: tuple[int, ...], *arguments: Any, **keywords: Any) -> None:
         runner: Any = calls
@@ -150,11 +152,11 @@ class HeadDrafter(ModelDrafter):
         self.book.forget(sequence)
 
     def catch_up(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Read all states but the last one of sequences with more than FEW, MAX_CHUNK in a pass over all of them."""
-        behind = []
+        """Read all states but the last one of sequences with many, MAX_CHUNK in a pass over all of them."""
+        behind, few = [], max(2, min(FEW, TOGETHER // len(sequences)))
         for sequence in sequences:
             unread = self.book.ready(sequence)
-            if unread is not None and unread.count > FEW:
+            if unread is not None and unread.count > few:
                 behind.append((sequence, unread))
         while behind:
             parts, room = [], MAX_CHUNK

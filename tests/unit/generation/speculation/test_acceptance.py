@@ -6,7 +6,6 @@ from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.acceptance import Tally, gains
 from hf_accel.generation.speculation.draft_sources import (
-    PRIOR,
     WEIGHT,
     Drafted,
     DraftSource,
@@ -14,10 +13,11 @@ from hf_accel.generation.speculation.draft_sources import (
     hoped_rate,
     hoped_trees,
 )
+from hf_accel.generation.speculation.drafters.drafter import UNKNOWN
 
 
 def of_source(source: DraftSource, count: int) -> list[float]:
-    return source.tally.acceptances([PRIOR, *[None] * (count - 1)], WEIGHT)
+    return source.tally.acceptances([UNKNOWN, *[None] * (count - 1)], WEIGHT)
 
 
 def observe(source: DraftSource, drafted: int, accepted: int, *, times: int = 1, one: Drafted | None = None) -> None:
@@ -55,7 +55,7 @@ def test_acceptances_may_differ_by_position() -> None:
 
 
 def test_nothing_known() -> None:
-    assert of_source(DraftSource(), 3) == [PRIOR] * 3
+    assert of_source(DraftSource(), 3) == [UNKNOWN] * 3
 
 
 def test_positions_after_the_first_rejected_one_are_no_evidence() -> None:

@@ -8,7 +8,16 @@ from operator import mul
 
 import pytest
 
-from hf_accel.generation.speculation.costs import CostTable, DraftCost, DraftSeconds, Seconds, allocate, isotonic
+from hf_accel.generation.speculation.costs import (
+    FIRST_ADDED,
+    CostTable,
+    DraftCost,
+    DraftSeconds,
+    Seconds,
+    allocate,
+    allocate_trees,
+    isotonic,
+)
 
 from ..simulation import CURVES
 
@@ -49,6 +58,34 @@ def test_noise_and_outliers_move_it_little() -> None:
             table.observe(5, seconds)
         assert table.seconds(5) == pytest.approx(2.0, rel=0.15)
         assert 0.01 < table.doubt(5) / 2.0 < 0.05
+
+
+def test_a_width_takes_what_it_took_lately() -> None:
+    table = table_of((1, 1.0), times=40)
+    for _ in range(100):
+        table.observe(9, 3.0)
+    for _ in range(4):
+        table.observe(1, 2.0)  # the machine is slower now
+    assert table.seconds(1) == pytest.approx(2.0)
+
+
+def test_passes_get_wider_step_by_step() -> None:
+    table = table_of((32, 12.0), (4096, 700.0))
+    steps = []
+    for _ in range(5):
+        steps.append(table.step(32, 29))
+        table.observe(32 + steps[-1], 15.0)
+    assert steps == [FIRST_ADDED, 8, 16, 29, 29]
+    assert table.step(32, 3) == 3 and table.step(16, 100) == 90, "as many as another batch has had, twice"
+
+
+def test_no_more_tokens_are_drafted_than_there_is_room_for() -> None:
+    gains = [[(0.9, 0), (0.81, 1)], [(0.5, 0), (0.25, 1)], [(0.8, 0), (0.64, 1)]]
+    for room in (0, 1, 2, 3, None):
+        shapes, _ = allocate_trees(gains, lambda rows: 1 + 0.001 * rows, room=room)
+        assert [shape.nodes for shape in shapes] == {
+            0: [0, 0, 0], 1: [1, 0, 0], 2: [2, 0, 0], 3: [2, 0, 1], None: [2, 2, 2],
+        }[room]  # fmt: skip
 
 
 def test_a_slow_first_pass_is_forgotten() -> None:

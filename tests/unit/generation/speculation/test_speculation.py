@@ -236,3 +236,29 @@ def test_drafters_that_rest_are_asked_nothing_and_no_states_are_kept(monkeypatch
     assert kept == [False] * 5 and not drafter.asked and len(sequence.tokens) == 8
     finish(batcher)
     assert sequence.tokens[3:] == alone([1, 2, 3])
+
+
+def test_the_choice_of_lengths_is_no_time_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes without drafts ask each time, and would look slower than those with a plan that holds."""
+    clock = [0.0]
+    monkeypatch.setattr("hf_accel.generation.speculation.speculation.now", lambda: clock[0])
+    shapes, batcher = Controller.shapes, batcher_of(Scripted(right=0), num_draft="auto")
+
+    def slowly(self: Controller, *arguments: Any, **keywords: Any) -> Any:
+        clock[0] += 5.0
+        return shapes(self, *arguments, **keywords)
+
+    runner = batcher.runner
+    call = type(runner).__call__
+
+    def timed(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        clock[0] += 1.0
+        return call(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Controller, "shapes", slowly)
+    monkeypatch.setattr(type(runner), "__call__", timed)
+    add(batcher, [1, 2, 3], new_tokens=30)
+    finish(batcher)
+    speculation = batcher.speculation
+    assert speculation.controller.verify_costs.seconds(1) == pytest.approx(1.0)
+    assert speculation.controller.sources["scripted"].keeping == pytest.approx(5.0)

@@ -184,7 +184,7 @@ def expected_speed(row: float, drafting: float = 0.0) -> float:
     return best
 
 
-@pytest.mark.parametrize(("row", "drafting"), [(0.02, 0.0), (0.1, 0.0), (0.05, 0.1), (0.3, 0.0), (0.9, 0.1)])
+@pytest.mark.parametrize(("row", "drafting"), [(0.02, 0.0), (0.2, 0.0), (0.05, 0.1), (0.3, 0.0), (0.9, 0.1)])
 def test_the_controller_finds_the_size_that_pays(row: float, drafting: float) -> None:
     controller = Controller()
     found, best = speed(controller, 1500, row, is_free=not drafting, drafting=drafting), expected_speed(row, drafting)
