@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from ..cache.storage import KVStorage
 from ..errors import HfAccelError
-from ..kernels.cpu.attention import NO_BIAS
 from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
-from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, NO_STATES, Columns, LayerOp, layer_calls, run_draft
+from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, Parts, layer_calls, pack_parts, run_draft
 from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.layouts import KV
 from ..recognition.operation import UntraceableError
 from ..recognition.unchanged import HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
-from .layer_programme import NO_STEP, CallFields, LayerPages, LayerProgramme
+from .layer_programme import LayerProgramme
 from .norms import norm_form
 from .projections import UNLIMITED, make_call
 from .state_rows import StateRows
@@ -174,13 +173,8 @@ class DraftProgramme:
             0,
         )
         number = DTYPES[dtype]
-        own = layer.fields((0, 0, 0), CallFields((0,) * 6, NO_STEP, 0, ()), LayerPages(None))
-        self._held = (
-            read,
-            fused,
-            said,
-            layer_calls([read.fields(number), fused.fields(number), own, said.fields(number)]),
-        )
+        calls = [read.call(number), fused.call(number), layer.parts, said.call(number)]
+        self._held = (read, fused, said, layer_calls(calls))
         self._reads = Reads(self._named())
         self._tensors = [read.value for read in self._named() if read.value is not None]
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
@@ -333,10 +327,7 @@ class _Operations:
     def __init__(self, operations: Sequence[LayerOp], width: int) -> None:
         self.structs, self.starts, self.width = (LayerOp * len(operations))(*operations), (ctypes.c_int64 * 3)(), width
 
-    def fields(self, dtype: int) -> tuple[int, ...]:
-        """Return the fields of a LayerCall."""
-        fixed = ctypes.addressof(self.structs), ctypes.addressof(self.starts), len(self.structs), self.width
-        return (*fixed, 0, 0, 0, *_NO_PAGES, *NO_BIAS, 0, 0, 0, *NO_SOURCE, *NO_STATES, 0, dtype, 0, 0, 0, 0)
-
-
-_NO_PAGES = (0, 0, 0, 1, *(0,) * 15)  # cos to num_written of a LayerCall, for one batch
+    def call(self, dtype: int) -> Parts:
+        """Return the parts of a LayerCall."""
+        operations = ctypes.addressof(self.structs), ctypes.addressof(self.starts), len(self.structs), self.width
+        return pack_parts(operations=operations, tables=(0, 0, 0, 1, 0, 0), dtypes=(dtype, 0))

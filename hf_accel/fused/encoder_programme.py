@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
-from ..kernels.cpu.layer_call import NO_SOURCE, NO_STATES, run_layer
+from ..kernels.cpu.layer_call import pack_parts
 from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
 from ..recognition.call_form import BIAS, TABLES
 from ..recognition.known_module import Said, TokenPlaces
@@ -187,31 +187,31 @@ class EncoderProgramme(NativeOperations):
         if any(call.rows.stop - call.rows.start > self.max_tokens for call in layout.calls):
             return self._one_by_one(x, layout, tensors)
         tables, bias, written, positions = tensors
-        table, places = None if bias is None else bias.table, (0, 0, 0)
+        dtype = DTYPES[self.dtype]
+        inputs = pack_parts(threads=(threads(),), page_dtypes=(dtypes_of_pages(dtype, dtype), 0))
+        table, block = None if bias is None else bias.table, 0
         if positions is not None:
             assert self.positions is not None
             most, size = max(len(call.starts) for call in layout.calls) - 1, layout.ragged.max_q
             table = torch.empty(most, self.positions.values["heads"], size, size, dtype=torch.float32, device="cpu")
             queries = 0 if positions.queries is None else positions.queries.data_ptr()
-            places = positions.keys.data_ptr(), queries, middle(positions.rows)
-        biases = bias_fields(table)
-        k, v, block = (0, 0, 0) if written is None else (*map(Tensor.data_ptr, written[:2]), layout.shape[1])
-        dtype, count = DTYPES[self.dtype], threads()
+            inputs |= pack_parts(positions=(positions.keys.data_ptr(), queries, middle(positions.rows)))
+        inputs |= pack_parts(score_bias=bias_fields(table))
+        if written is not None:
+            block = layout.shape[1]
+            inputs |= pack_parts(pages=(written.k.data_ptr(), written.v.data_ptr(), 0, 0))
         out = torch.empty_like(x) if out is None else out
-        table_dtype, size = 0, self.tables or 0
-        if size:
-            assert tables is not None and self.table_dtype is not None
-            table_dtype = DTYPES[self.table_dtype]
         for part, starts, lengths in layout.calls:
             rows = x[part]
             cos, sin = (0, 0) if tables is None else (each[part].data_ptr() for each in tables)
-            run_layer(
-                *self._fixed, 0, rows.data_ptr(), out[part].data_ptr(), cos, sin, len(rows), 1, 0, size,
-                k, v, 0, 0, 0 if written is None else written.slots[part].data_ptr(), 0, 0,
-                starts.data_ptr(), 0 if lengths is None else lengths.data_ptr(),
-                0, len(starts) - 1, block, 0, *biases, *places, *NO_SOURCE, *NO_STATES, 0,
-                dtype, table_dtype, dtypes_of_pages(dtype, dtype), 0, count,
-            )  # fmt: skip
+            slots = 0 if written is None else written.slots[part].data_ptr()
+            keys = starts.data_ptr(), 0 if lengths is None else lengths.data_ptr()
+            inputs |= pack_parts(
+                rows=(rows.data_ptr(), out[part].data_ptr()),
+                tables=(cos, sin, len(rows), 1, 0, self.tables or 0),
+                step=(slots, 0, 0, *keys, 0, len(starts) - 1, block, 0),
+            )
+            self.run(inputs)
         return out
 
     def _one_by_one(self, x: Tensor, layout: RowLayout, tensors: CallTensors) -> Tensor:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..cache.kinds.states import StateStep
 from ..cache.step import GroupStep
-from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer_call import KINDS, NO_SOURCE, NO_STATES, Columns, LayerOp, run_layer
+from ..kernels.cpu.layer_call import KINDS, NO_PARTS, Columns, LayerOp, Parts, pack_parts, run_layer
 from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.cpu.low_rank import Adapters, PartTable
 from ..kernels.layouts import KV
 from ..linear.adapters import PassAdapters
 from ..recognition.of_positions import OfPositions
-from ..recognition.operation import OUTPUT, Operation, Span
+from ..recognition.operation import OUTPUT, Operation, Span, UntraceableError
 from ..recognition.symbols import Computed
 from ..recognition.trace import Trace
 from .layer_tail import LayerTail, split
@@ -33,86 +32,62 @@ from .traced_layer import Attention, TracedLayer
 # would be large.
 MOST_TOKENS = 256
 NO_OPERATIONS: list[Operation] = []
-NO_STEP = (0,) * 9  # slots to num_written of a LayerCall
 GIVEN = -(2**63)  # where a buffer begins that is no memory of the call, see kernels.h
 ALIGNED = 32  # numbers; as many of any dtype are whole cache lines
 
 
-class CallFields(NamedTuple):
-    """Fields of the struct of a native call that are the same for layers of one kind in one pass.
-
-    held: tensors whose addresses are among them.
-    """
-
-    tables: tuple[int, ...]
-    step: tuple[int, ...]
-    threads: int
-    held: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(x: Tensor, tables: tuple[Tensor, Tensor] | None, step: GroupStep | None, block_size: int) -> CallFields:
-        """x: [B, Q, hidden], contiguous; tables: cos and sin, [B or 1, Q, head_dim]. step: of the pages of keys and
-        values; None if the layer keeps none.
-        """
-        batch, tokens = x.shape[0], x.shape[0] * x.shape[1]
-        places = (0, 0, tokens, batch, 0, 0)
-        if tables is not None:
-            cos, sin = tables
-            if cos.stride(-1) != 1 or sin.stride() != cos.stride():
-                cos, sin = tables = cos.contiguous(), sin.contiguous()
-            strides = cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)
-            places = (cos.data_ptr(), sin.data_ptr(), tokens, batch, *strides)
-        if step is None:
-            return CallFields(places, NO_STEP, threads(), tables or ())
-        slots, written, ragged = step.slots, step.written, step.ragged
-        table = ragged.block_table
-        assert table is not None
-        held = (table, ragged.cu_q, ragged.kv_len)
-        pages = (
-            slots.data_ptr(), 0 if written is None else written.data_ptr(), *(tensor.data_ptr() for tensor in held),
-            table.stride(0), len(table), block_size, len(slots),
-        )  # fmt: skip
-        return CallFields(
-            places, pages, threads(), (*(tables or ()), slots, *held, slots if written is None else written)
-        )
+# -- the inputs of a call in a pass: addresses of tensors, which whoever makes the call keeps until it is done ---
 
 
-class SourceFields(NamedTuple):
-    """Fields of the struct of a native call for the pages of an encoder's output: what attention reads of them."""
-
-    step: tuple[int, ...]
-    held: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(step: GroupStep, block_size: int) -> SourceFields:
-        ragged = step.ragged
-        table = ragged.block_table
-        assert table is not None
-        held = (table, ragged.cu_q, ragged.kv_len)
-        places = (*(tensor.data_ptr() for tensor in held), table.stride(0), len(ragged.kv_len), block_size)
-        return SourceFields(places, held)
+def of_rows(x: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Parts:
+    """x: [B, Q, hidden]; tables: cos and sin, [B or 1, Q, head_dim] with equal strides, the last one 1."""
+    places, strides = (0, 0), (0, 0)
+    if tables is not None:
+        cos, sin = tables
+        places, strides = (cos.data_ptr(), sin.data_ptr()), (cos.stride(0) if len(cos) > 1 else 0, cos.stride(1))
+    return pack_parts(tables=(*places, x.shape[0] * x.shape[1], x.shape[0], *strides), threads=(threads(),))
 
 
-class StateFields(NamedTuple):
-    """Fields of the struct of a native call for states of fixed size, behind the addresses of their pages."""
-
-    step: tuple[int, ...]
-    held: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(states: StateStep) -> StateFields:
-        held = states.slots, states.starts, states.before, states.given
-        return StateFields((*(tensor.data_ptr() for tensor in held), len(states.before)), held)
+def of_step(step: GroupStep, block_size: int) -> Parts:
+    """Return what a pass writes to pages of keys and values, and reads of them."""
+    slots, written, read = step.slots, step.written, _read(step)
+    places = slots.data_ptr(), 0 if written is None else written.data_ptr(), *map(Tensor.data_ptr, read)
+    return pack_parts(step=(*places, read[0].stride(0), len(read[0]), block_size, len(slots)))
 
 
-class LayerPages(NamedTuple):
-    """The pages of a layer. own: those to which K and V are written; None if it keeps none. source: those that hold
-    keys of an encoder's output, and what attention reads of them. states: the fields of those of its states.
-    """
+def of_pages(pages: KV) -> Parts:
+    """Return pages of keys and values to which a layer writes."""
+    scales = pages.k if pages.k_scales is None else pages.k_scales
+    return pack_parts(pages=_addresses(pages), page_dtypes=(page_dtype(pages.k, pages.v), DTYPES[scales.dtype]))
 
-    own: KV | None
-    source: tuple[KV, SourceFields] | None = None
-    states: tuple[int, ...] = NO_STATES
+
+def of_source(pages: KV, step: GroupStep, block_size: int) -> Parts:
+    """Return pages that hold keys of an encoder's output, and what a pass reads of them."""
+    read = _read(step)
+    sizes = read[0].stride(0), len(read[2]), block_size
+    return pack_parts(source=(*_addresses(pages), *map(Tensor.data_ptr, read), *sizes))
+
+
+def of_states(pages: KV, step: StateStep) -> Parts:
+    """Return pages of states of fixed size, and what a pass reads and writes of them."""
+    held = pages.k, pages.v, step.slots, step.starts, step.before, step.given
+    return pack_parts(states=(*map(Tensor.data_ptr, held), len(step.before)))
+
+
+def _read(step: GroupStep) -> tuple[Tensor, Tensor, Tensor]:
+    ragged = step.ragged
+    assert ragged.block_table is not None
+    return ragged.block_table, ragged.cu_q, ragged.kv_len
+
+
+def _addresses(pages: KV) -> tuple[int, int, int, int]:
+    k, v, k_scales, v_scales = pages
+    if k_scales is None or v_scales is None:
+        return k.data_ptr(), v.data_ptr(), 0, 0
+    return k.data_ptr(), v.data_ptr(), k_scales.data_ptr(), v_scales.data_ptr()
+
+
+# -- the operations -------------------------------------------------------------------------------------
 
 
 def buffer_starts(
@@ -166,10 +141,17 @@ class NativeOperations(NativeParts):
             compiled, self._widths, self._kept, None if self.of_layer is None else self.of_layer.buffer
         )
         self._starts = (ctypes.c_int64 * len(starts))(*starts)
-        self._fixed = ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width
+        self.parts: Parts = NO_PARTS | pack_parts(
+            operations=(ctypes.addressof(self._ops), ctypes.addressof(self._starts), len(compiled), width),
+            dtypes=(DTYPES[self.dtype], 0 if self.table_dtype is None else DTYPES[self.table_dtype]),
+        )
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
         self._strides = [tensor.stride() for tensor in self.tensors]
         self.freeze_reads()
+
+    def run(self, inputs: Parts) -> None:
+        """Run the operations on these inputs, "rows" among them."""
+        run_layer(self.parts | inputs)
 
     def is_current(self) -> bool:
         """Return whether nothing has changed that was read, and the tensors that the structs point to are where they
@@ -270,51 +252,29 @@ class LayerProgramme(NativeOperations, TracedLayer):
         self.compile(trace.widths, behind)
         products = all(operation.kind != "head_products" for operation in self.operations)
         self.is_one_call = products and self.tail is None and self.state_sizes is None
+        if trace.source is not None and not (self.is_one_call and self.of_layer is None):
+            raise UntraceableError("it attends to an encoder's output, and is not one native call")
         self._table: tuple[list[int], PartTable] | None = None  # of the adapters with these numbers
 
-    def __call__(
-        self, x: Tensor, fields: CallFields, pages: LayerPages,
-        *, bias: tuple[int, int, int, int] = NO_BIAS, adapters: PassAdapters | None = None,
-        given: Tensor | None = None,
-    ) -> Tensor | None:  # fmt: skip
+    def __call__(self, x: Tensor, inputs: Parts, *, adapters: PassAdapters | None = None) -> Tensor | None:
         """x: [B, Q, hidden], contiguous -> [B, Q, hidden].
 
-        bias: the fields of what is added to the scores of the pages. adapters: of some of the rows, where it takes
-        them. given: [B, Q, size of `of_layer`], contiguous. None, after K and V or states were written, if a module
+        adapters: of some of the rows, where it takes them. None, after K and V or states were written, if a module
         does not return what the trace expects: the layer's code writes the same again.
         """
         shape = (len(self._kept), *x.shape) if self._kept else x.shape
         out = x.new_empty(shape) if x.dtype is self.out_dtype else x.new_empty(shape, dtype=self.out_dtype)
+        inputs |= pack_parts(rows=(x.data_ptr(), out.data_ptr()))
         added = None if adapters is None else self._added(adapters)
-        places = (0 if given is None else given.data_ptr(), x.data_ptr(), out.data_ptr())
-        run_layer(*self.fields(places, fields, pages, bias=bias, added=added))
+        if added is not None:
+            inputs |= pack_parts(adapters=(ctypes.addressof(added),))
+        self.run(inputs)
         return out if self.tail is None else self.tail(x, out)
 
     @property
     def called(self) -> list[nn.Module]:
         """The modules that are called as they are."""
         return [] if self.tail is None else self.tail.called
-
-    def fields(
-        self, places: tuple[int, int, int], fields: CallFields, pages: LayerPages,
-        *, bias: tuple[int, int, int, int] = NO_BIAS, added: Adapters | None = None,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """Return the fields of the struct of a call, see `__call__`.
-
-        places: the addresses of what it is given besides x (0 for nothing), x and out. added: what adapters add.
-        """
-        dtype = DTYPES[self.dtype]
-        own, source, dtypes = pages.own, pages.source, (dtype, dtype)
-        if own is not None:
-            scales = dtype if own.k_scales is None else DTYPES[own.k_scales.dtype]
-            dtypes = page_dtype(own.k, own.v), scales
-        read = NO_SOURCE if source is None else (*_addresses(source[0]), *source[1].step)
-        return (
-            *self._fixed, *places, *fields.tables,
-            *_addresses(own), *fields.step, *bias, 0, 0, 0, *read, *pages.states,
-            0 if added is None else ctypes.addressof(added),
-            dtype, 0 if self.table_dtype is None else DTYPES[self.table_dtype], *dtypes, fields.threads,
-        )  # fmt: skip
 
     def _added(self, given: PassAdapters) -> Adapters:
         """Return what adapters add to the linear layers, and note that they do."""
@@ -323,15 +283,6 @@ class LayerProgramme(NativeOperations, TracedLayer):
         table = self._table[1]
         given.num_added += table.num_parts
         return Adapters(*table.fields(given.groups))
-
-
-def _addresses(pages: KV | None) -> tuple[int, int, int, int]:
-    if pages is None:
-        return 0, 0, 0, 0
-    k, v, k_scales, v_scales = pages
-    if k_scales is None or v_scales is None:
-        return k.data_ptr(), v.data_ptr(), 0, 0
-    return k.data_ptr(), v.data_ptr(), k_scales.data_ptr(), v_scales.data_ptr()
 
 
 def _layers(operations: Iterable[Operation]) -> tuple[nn.Module, ...]:

@@ -69,8 +69,8 @@ class MultiplyOperation(NativeOperation):
         values, vector = operation.values, operation.values["vector"]
         if vector is None:
             return {"dim": values["dim"], "scale": values["factor"]}
-        one = vector.parameter.numel() == 1 < values["dim"]
-        return {"dim": values["dim"], "weight": vector_address(vector, parts), "window": int(one)}
+        numbers = vector.parameter.numel()
+        return {"dim": values["dim"], "weight": vector_address(vector, parts), "value_dim": numbers}
 
 
 class ConvertOperation(NativeOperation):

@@ -287,7 +287,10 @@ def _plan_fused(
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     kernels = {module for module, server in servers.items() if server is Server.KERNELS}
     specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    by_operators = operator_sites(model, operators if model.config.is_encoder_decoder else None, config)
+    # No layer's call takes a bias of positions that a model makes for all layers, nor lets a prompt see all of itself.
+    others = operators is not None and (operators.bias is not None or operators.call.whole_prompts)
+    is_traced = model.config.is_encoder_decoder or not others
+    by_operators = operator_sites(model, operators if is_traced else None, config)
     tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
     layers, by_module = layer_sites(model, model.dtype, Keepers(specs | tried, tried, states), linears=kernels)
     takes_ours = config.attention in ("auto", CpuBackend.name) and split is None

@@ -21,6 +21,7 @@ from ..linear.quant_convolution import LINEAR
 from ..models import modules_by_name, spans_processes
 from ..parallel.tensor import TensorParallel, tensor_parallel
 from ..recognition.generation_code import reads_weight_of
+from ..recognition.linear_code import is_plain_linear
 from ..recognition.row_convolution import sizes_of_linear
 from ..recognition.source import source_of
 from ..recognition.unchanged import has_own_forward
@@ -141,7 +142,7 @@ def _reason_to_skip(
     module, head = model.get_submodule(name), model.get_output_embeddings()
     if any(named(name, wanted) for wanted in skip):
         return "named in skip="
-    if type(module) not in (nn.Linear, Conv1D, nn.Conv1d):
+    if type(module) not in (Conv1D, nn.Conv1d) and not is_plain_linear(module):
         return f"is a {type(module).__name__}, not a plain Linear"
     shared = [m for m in owners[id(module.weight)] if m is not module and not isinstance(m, nn.Embedding)]
     if shared or (module is not head and len(owners[id(module.weight)]) > 1):
@@ -192,7 +193,7 @@ def sites_named(model: PreTrainedModel, names: Iterable[str], *, of_experts: boo
 def _site_named(model: PreTrainedModel, name: str) -> LinearSite | None:
     around, _, last = name.rpartition(".")
     module, parent = _submodule(model, name), _submodule(model, around)
-    if module is not None and type(module) in (nn.Linear, Conv1D):
+    if module is not None and (type(module) is Conv1D or is_plain_linear(module)):
         return LinearSite(name, module)
     if last == LINEAR and is_product(parent):
         return ConvolutionSite(name, parent)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from .call_form import BIAS
@@ -96,6 +97,20 @@ class AttentionRecord(Record):
         width = query.heads * value.shape[3]
         attended = self.put("attend_source", [query], width, modules=(module._module,), **values)
         return replace(attended, transposed=False, factor=1.0)
+
+    def by_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is F.scaled_dot_product_attention and len(args) == 3 and isinstance(args[1], StandIn):
+            return self._attend_as_sdpa(*args, **kwargs)
+        return super().by_function(function, args, kwargs)
+
+    def _attend_as_sdpa(self, query: Any, key: StandIn, value: Any, **given: Any) -> StandIn:
+        """Record what torch's scaled_dot_product_attention does with the mask of the call."""
+        mask, scale = given.pop("attn_mask", None), given.pop("scale", None)
+        if mask is None or any(given.values()):
+            raise UntraceableError("it attends with a mask of its own, or drops weights")
+        scores = key.scores_of(query)
+        scores = scores * float(query.shape[-1] ** -0.5 if scale is None else scale) + mask
+        return self.attend_by(scores.softmax(-1), value)
 
     def attend_by(self, scores: Scores, value: Any) -> StandIn:
         if not isinstance(value, StandIn) or value.merged is not scores.key.merged:

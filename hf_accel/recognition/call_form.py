@@ -27,6 +27,7 @@ OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer t
 OF_LAYER, SHARED_KEYS = "per_layer_input", "shared_kv_states"
 OF_LAYERS = (OF_LAYER, SHARED_KEYS)
 TENSORS = (MASK, POSITION_IDS, TABLES, *CACHES, *OF_SOURCE, *OF_LAYERS)  # a decoder layer may be given these
+ALIBI = "alibi"  # of Falcon: None where it rotates queries and keys
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 PASSED_ON = (*TENSORS, STARTS)  # tensors, and a cache, that a layer may only pass on, as any other tensor
 
@@ -75,7 +76,8 @@ def usual_pass(kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool =
     named = usual.intersection(names)
     if named.isdisjoint(CACHES):
         named = usual - {*CACHES, *OF_SOURCE, *OF_LAYERS} | {cache}
-    return CallForm(_states(kind), frozenset(named), (("use_cache", bool, True),))
+    plain = (("use_cache", bool, True), *((name, type(None), None) for name in names if name == ALIBI))
+    return CallForm(_states(kind), frozenset(named), plain)
 
 
 def _states(kind: type[nn.Module]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from .operation import UntraceableError
-from .symbols import Opaque
+from .operation import Span, UntraceableError
+from .symbols import BATCH, Opaque
 
 OTHER_PARTS = "it divides a tensor into other parts than columns"
+NO_COLUMNS = "it takes other parts of a tensor than columns"
 
 
 def even_columns(x: Any, count: int) -> list[Any]:
@@ -40,3 +42,63 @@ def split_of_sizes(x: Any, size: Any, dim: Any) -> tuple[Any, ...]:
     if type(size) is not int or size < 1 or x.shape[-1] % size:
         raise UntraceableError(OTHER_PARTS)
     return columns_of_chunks(x, x.shape[-1] // size, dim)
+
+
+def some_heads(x: Any, index: Any) -> Any:
+    """Return some heads of a tensor [B, T, heads, dim]. x: a StandIn. index: a slice, or a list with one place."""
+    if type(index) is list and len(index) == 1 and type(index[0]) is int:
+        index = slice(index[0], index[0] + 1 or None)
+    if x.transposed or x.cached or x.span.head or not isinstance(index, slice) or index.step is not None:
+        raise UntraceableError(NO_COLUMNS)
+    (start, stop, _), dim = index.indices(x.heads), x.width // x.heads
+    if stop <= start:
+        raise UntraceableError(NO_COLUMNS)
+    span = Span(x.span.buffer, x.span.offset + start * dim, x.span.stride)
+    return replace(x, span=span, width=(stop - start) * dim, heads=stop - start)
+
+
+class SideBySide:
+    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product.
+
+    dims: as the code has ordered them, without B where it is not there. sizes: of each part, None if it has them.
+    whole: all columns, as they were before they were divided; None if the code has ordered them.
+    """
+
+    def __init__(
+        self, parts: list[Any], sizes: tuple[Any, ...] | None, dims: str = "btphd", whole: Any = None
+    ) -> None:
+        self._parts, self._dims = tuple(part.view(*sizes) if sizes else part for part in parts), dims
+        self._whole = whole
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the numbers with one place in the last dimension but one, where that is Q, K or V of each head."""
+        if self._whole is None or not isinstance(index, tuple) or len(index) != 3 or type(index[1]) is not int:
+            raise UntraceableError(NO_COLUMNS)
+        if index[0] is not ... or index[2] != slice(None):
+            raise UntraceableError(NO_COLUMNS)
+        _, tokens, count, dim = self._parts[0].shape
+        if not -count <= index[1] < count:
+            raise UntraceableError(NO_COLUMNS)
+        start = index[1] % count * dim
+        heads = self._whole.view(BATCH, tokens, len(self._parts), count * dim)
+        return heads[..., start : start + dim]
+
+    def with_batch(self, batch: Any) -> SideBySide:
+        parts = [part.with_batch(batch) for part in self._parts]
+        return SideBySide(parts, None, self._dims if batch is not None else self._dims.replace("b", ""))
+
+    def permute(self, *dims: Any) -> SideBySide:
+        if sorted(dims) != [*range(len(self._dims))]:
+            raise UntraceableError("it transposes other dimensions than those that a tensor has")
+        return SideBySide([*self._parts], None, "".join(self._dims[dim] for dim in dims))
+
+    def unbind(self, dim: Any = 0) -> tuple[Any, ...]:
+        rest = self._dims.replace("p", "")
+        if self._dims[dim] != "p" or rest not in ("bthd", "bhtd", "thd", "htd"):
+            raise UntraceableError("it takes a tensor apart by another dimension than its parts")
+        if "ht" in rest:
+            return tuple(part.transpose(rest.index("h"), rest.index("t")) for part in self._parts)
+        return self._parts
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")

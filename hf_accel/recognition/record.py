@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Record:
     the cache has them before the pass. tried: whether a trial of the model has shown that its tokens see those before
     them, and all of an encoder's output, whatever its code does with masks. running: the modules whose code runs.
     of_layer: the buffer of what the layer is given besides its hidden states, as Gemma 4's are; None for no such.
-    overwritten: buffers in whose place the code has written, and how many operations came before.
+    overwritten: buffers in whose place the code has written, and the operation that did so.
     """
 
     mask_hides = False  # a caller may give a mask with any numbers
@@ -63,7 +64,7 @@ class Record:
         self.given: dict[str, Any] = {}  # what stands for the tensors of the call
         self.layer_idx: int | None = None
         self.running: list[ModuleStandIn] = []
-        self.overwritten: list[tuple[int, int]] = []
+        self.overwritten: list[tuple[int, Operation]] = []
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
@@ -268,13 +269,23 @@ class Record:
         if made != ["add"] or not isinstance(other, Vector) or other.parameter.shape != (1,):
             raise UntraceableError("it writes to a tensor in place")
         product: StandIn = self.multiply(x, other)
-        self.overwritten.append((x.span.buffer, len(self.operations)))
+        self.overwritten.append((x.span.buffer, self.operations[-1]))
         return product
+
+    def add_in_place(self, x: StandIn, other: Any) -> StandIn:
+        """Record the sum of what a linear layer gave and another tensor, which takes the place of the former."""
+        made = [o.kind for o in self.operations if any(span.buffer == x.span.buffer for span in o.outputs)]
+        if made != ["linear"] or not isinstance(other, StandIn) or x.factor != 1 or x.span.buffer == other.span.buffer:
+            raise UntraceableError("it writes to a tensor in place")
+        total = self.add(x, other)
+        self.overwritten.append((x.span.buffer, self.operations[-1]))
+        return total
 
     def refuse_overwritten(self) -> None:
         """Raise UntraceableError if the code reads a tensor again in whose place it has written."""
-        for buffer, before in self.overwritten:
-            if any(span.buffer == buffer for operation in self.operations[before:] for span in operation.inputs):
+        for buffer, writes in self.overwritten:
+            later = list(dropwhile(lambda each: each is not writes, self.operations))[1:]  # noqa: B023
+            if any(span.buffer == buffer for operation in later for span in operation.inputs):
                 raise UntraceableError("it writes to a tensor in place")
 
     def by_positions(self, x: StandIn, numbers: OfPositions) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .columns import columns_of_chunks, even_columns, split_of_sizes
+from .columns import SideBySide, columns_of_chunks, even_columns, some_heads, split_of_sizes
 from .operation import Span, UntraceableError
 from .scores import Scores, TransposedKeys
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
@@ -50,6 +50,8 @@ class Recorder(Protocol):
     def multiply(self, x: StandIn, other: Any) -> StandIn: ...
 
     def multiply_in_place(self, x: StandIn, other: Any) -> StandIn: ...
+
+    def add_in_place(self, x: StandIn, other: Any) -> StandIn: ...
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]: ...
 
@@ -133,7 +135,9 @@ class StandIn:
                 raise UntraceableError("it reshapes in another way than into heads and back")
             return replace(self, heads=1, transposed=True)
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
-            return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]))
+            return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]), whole=self)
+        if self.heads == 1 and self.transposed and tokens is self.rows and len(rest) == 2:  # the one head's columns
+            return replace(self, heads=None, transposed=False).view(batch, tokens, *rest)
         plain = all(isinstance(size, int) for size in rest) and rest.count(-1) <= 1 <= len(rest) <= 2
         plain = plain and (tokens is self.rows or (tokens == -1 and -1 not in rest))
         if (
@@ -147,6 +151,8 @@ class StandIn:
                 return replace(self, heads=None, apart=self.heads)
             if rest in ([-1, self.shape[-1]], [*self.shape[2:]]):
                 return self
+        if self.transposed and is_shape(sizes, self.shape):
+            return self
         if self.transposed or self.span.head or batch is not BATCH or not plain:
             raise UntraceableError("it reshapes in another way than into heads and back")
         known = rest[0] if len(rest) == 1 else -rest[0] * rest[1] if -1 in rest else rest[0] * rest[1]
@@ -183,6 +189,8 @@ class StandIn:
         return replace(self, batch=batch)
 
     def unsqueeze(self, dim: Any) -> StandIn:
+        if dim == 1 and self.heads is None and self.batch is BATCH and not self.flat and self.apart == 1:
+            return replace(self, heads=1, transposed=True)
         if dim != 0 or self.batch is not None:
             raise UntraceableError("it adds a dimension that is not that of rows")
         return self.with_batch(1)
@@ -212,7 +220,7 @@ class StandIn:
 
     def scores_of(self, query: Any) -> Scores:
         """Return the scores of queries and these keys."""
-        if not isinstance(query, StandIn) or not query.transposed or query.heads != self.heads:
+        if not isinstance(query, StandIn) or not query.transposed or self.heads not in (1, query.heads):
             raise UntraceableError("it multiplies tensors that are not queries and keys")
         if query.merged is not self.merged or query.zeros or self.zeros:
             raise UntraceableError("it multiplies tensors that are not queries and keys")
@@ -250,10 +258,13 @@ class StandIn:
         match index:
             case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
-                size, head = self.width // heads, 0 if self.heads is None else self.span.head or self.width // heads
+                size, head = self.width // heads, 0 if heads == 1 else self.span.head or self.width // heads
                 start, stop, _ = columns.indices(size)
                 span = Span(self.span.buffer, self.span.offset + start, self.span.stride, head)
                 return replace(self, span=span, width=max(0, stop - start) * heads)
+            case (first, columns, slice(start=None, stop=None, step=None)) if first is ... and self.heads:
+                some: StandIn = some_heads(self, columns)
+                return some
         raise UntraceableError("it takes other parts of a tensor than columns")
 
     def __add__(self, other: Any) -> StandIn:
@@ -270,7 +281,7 @@ class StandIn:
     __iter__ = None  # transformers' outputs ask whether a value is iterable
 
     def __iadd__(self, other: Any) -> StandIn:
-        raise UntraceableError("it writes to a tensor in place")  # which may have other names
+        return self.trace.add_in_place(self, other)
 
     def __imul__(self, other: Any) -> StandIn:
         return self.trace.multiply_in_place(self, other)
@@ -295,36 +306,6 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
-
-
-class SideBySide:
-    """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product.
-
-    dims: as the code has ordered them, without B where it is not there. sizes: of each part, None if it has them.
-    """
-
-    def __init__(self, parts: list[StandIn], sizes: tuple[Any, ...] | None, dims: str = "btphd") -> None:
-        self._parts, self._dims = tuple(part.view(*sizes) if sizes else part for part in parts), dims
-
-    def with_batch(self, batch: Any) -> SideBySide:
-        parts = [part.with_batch(batch) for part in self._parts]
-        return SideBySide(parts, None, self._dims if batch is not None else self._dims.replace("b", ""))
-
-    def permute(self, *dims: Any) -> SideBySide:
-        if sorted(dims) != [*range(len(self._dims))]:
-            raise UntraceableError("it transposes other dimensions than those that a tensor has")
-        return SideBySide([*self._parts], None, "".join(self._dims[dim] for dim in dims))
-
-    def unbind(self, dim: Any = 0) -> tuple[StandIn, ...]:
-        rest = self._dims.replace("p", "")
-        if self._dims[dim] != "p" or rest not in ("bthd", "bhtd", "thd", "htd"):
-            raise UntraceableError("it takes a tensor apart by another dimension than its parts")
-        if "ht" in rest:
-            return tuple(part.transpose(rest.index("h"), rest.index("t")) for part in self._parts)
-        return self._parts
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it calls Tensor.{name}")
 
 
 class ModuleStandIn:

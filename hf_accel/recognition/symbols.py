@@ -72,6 +72,11 @@ class Opaque:
     def __getattr__(self, name: str) -> Any:
         raise UntraceableError(f"it reads {self.name}.{name}")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions of torch take no argument without this; that of a StandIn is asked first if there is one."""
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
     def __bool__(self) -> bool:
         raise UntraceableError(f"it looks at {self.name}")
 

@@ -160,9 +160,14 @@ class Trace(AttentionRecord):
 
     def _is_known(self, other: Any) -> bool:
         """Return whether a layer may return this with its result."""
-        weights = other is WEIGHTS_OF_ATTENTION or (isinstance(other, Scores) and other.is_softmax)
-        return (self.may_return_weights and weights) or any(
-            other is each for each in (None, self.bias, self.source_bias, self.cache)
+        computed = isinstance(other, Scores) and other.is_softmax
+        weights = self.may_return_weights and (computed or other is WEIGHTS_OF_ATTENTION)
+        return (
+            weights
+            or (self.tried and computed)
+            or any(  # code that was tried over pages gets None there
+                other is each for each in (None, self.bias, self.source_bias, self.cache)
+            )
         )
 
     def call(self, module: nn.Module, width: int, form: CallForm) -> Any:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..cache.kinds.states import StateStep
-from ..fused.layer_programme import MOST_TOKENS, NO_STEP, NativeOperations, StateFields
+from ..fused.layer_programme import MOST_TOKENS, NativeOperations, of_rows, of_states
 from ..fused.traced_layer import Attention
-from ..kernels.cpu.attention import NO_BIAS
-from ..kernels.cpu.layer_call import NO_SOURCE, run_layer
-from ..kernels.cpu.library import DTYPES, threads
+from ..kernels.cpu.layer_call import pack_parts
 from ..kernels.layouts import KV
 from ..recognition.operation import OUTPUT, Span
 from ..recognition.trace import Trace
@@ -31,13 +29,6 @@ class RecurrentProgramme(NativeOperations):
 
     def __call__(self, x: Tensor, pages: KV, states: StateStep) -> Tensor:
         """x: [B, Q, hidden], contiguous, of tokens without padding -> [B, Q, hidden]. pages: of the layer's states."""
-        batch, row = x.shape[:2]
-        out = x.new_empty(batch, row, self.out_width)
-        dtype = DTYPES[self.dtype]
-        run_layer(
-            *self._fixed, 0, x.data_ptr(), out.data_ptr(), 0, 0, batch * row, batch, 0, 0,
-            0, 0, 0, 0, *NO_STEP, *NO_BIAS, 0, 0, 0, *NO_SOURCE,
-            pages.k.data_ptr(), pages.v.data_ptr(), *StateFields.of(states).step, 0,
-            dtype, 0, dtype, dtype, threads(),
-        )  # fmt: skip
+        out = x.new_empty(*x.shape[:2], self.out_width)
+        self.run(pack_parts(rows=(x.data_ptr(), out.data_ptr())) | of_rows(x) | of_states(pages, states))
         return out

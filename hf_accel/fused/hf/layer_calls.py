@@ -22,7 +22,7 @@ from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache, tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...kernels.cpu.library import FLOATS
 from ...linear.experts import is_mixture
-from ...recognition.call_form import CACHES, OF_LAYER, TENSORS, bound, parameter_names
+from ...recognition.call_form import CACHES, TENSORS, bound, parameter_names
 from ...recognition.complex_rotation import cos_and_sin
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
@@ -119,7 +119,7 @@ class LayerCalls(ABC, Generic[Layer]):
         assert programme is not None
         if running is not None and not running.is_taken(programme):
             return None
-        place.of_layer = kwargs.get(OF_LAYER)
+        place.kwargs = kwargs
         pages: Any = cache.layers[programme.layer_idx]
         if pages.group is not place.group or pages.prepared_step() is not place.step:
             return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,30 +14,47 @@ from ...attention.hf.bias import table_of
 from ...cache.hf.encoder_decoder import tokens_part
 from ...cache.hf.layers import CacheOverPages, LayerOverPages
 from ...cache.hf.ragged import RaggedCache, SourceLayer
-from ...kernels.cpu.attention import NO_BIAS, position_bias_fields
-from ...kernels.cpu.layer_call import NO_STATES
+from ...kernels.cpu.attention import position_bias_fields
+from ...kernels.cpu.layer_call import Parts, pack_parts
 from ...kernels.cpu.library import native
 from ...kernels.layouts import PositionBias
-from ...recognition.call_form import BIAS, POSITION_IDS, SOURCE_BIAS, SOURCE_STATES
+from ...recognition.call_form import BIAS, CACHE, OF_LAYER, POSITION_IDS, SOURCE_BIAS, SOURCE_STATES
 from ...recognition.of_positions import behind_tables
 from ...recognition.operation import UntraceableError
 from ...recognition.trace import Trace
-from ..layer_programme import CallFields, LayerPages, LayerProgramme, SourceFields, StateFields
+from ..layer_programme import LayerProgramme, of_pages, of_rows, of_source, of_states, of_step
 from ..traced_layer import Attention
 from .layer_attention import as_called, attend_of, attention_of, planned_of, planned_source, source_attention
 from .layer_calls import LayerCalls, cache_of
 from .running_pass import LayerPlace
+
+# Gives an input of a call on x [B, T, hidden]; None if it is not known, and the layer's own code must run.
+Gives = Callable[[LayerProgramme, Tensor, LayerOverPages, LayerPlace], Parts | None]
+
+
+class LayerInput(NamedTuple):
+    """An input of native calls of decoder layers. is_read: whether those of a programme have it."""
+
+    is_read: Callable[[LayerProgramme], bool]
+    gives: Gives
 
 
 class NativeCalls(LayerCalls[LayerProgramme]):
     """The LayerCalls of a layer on the CPU: one native call for a pass of few tokens."""
 
     computes = staticmethod(native)
+    _inputs: tuple[Gives, ...] = ()  # of the calls of the programme that was made last
 
     def __reduce__(self) -> Any:
         return NativeCalls, ()
 
     def make(self, trace: Trace, layer: nn.Module, *, x: Tensor, table_dtype: torch.dtype | None) -> LayerProgramme:
+        programme = self._make_programme(trace, layer, table_dtype)
+        self._inputs = tuple(each.gives for each in LAYER_INPUTS if each.is_read(programme))
+        return programme
+
+    @staticmethod
+    def _make_programme(trace: Trace, layer: nn.Module, table_dtype: torch.dtype | None) -> LayerProgramme:
         if all(operation.kind != "attend" for operation in trace.operations):
             return LayerProgramme(trace, table_dtype, Attention(0.0))
         planned = planned_of(trace, layer)
@@ -55,73 +73,61 @@ class NativeCalls(LayerCalls[LayerProgramme]):
         cache = cache_of(place.kwargs)
         held = {BIAS: tokens_part(cache), SOURCE_BIAS: getattr(cache, "cross_attention_cache", None)}
         return tuple(
-            held[name].given_bias[0] if name in held else cache if name else None for name in programme.others
+            held[name].given_bias[0] if name in held else cache if name == CACHE else None for name in programme.others
         )
 
     def compute(self, programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Tensor | None:
-        given = None
-        if programme.of_layer is not None:
-            given = _given(programme, x, place)
-            if given is None:
+        inputs: Parts = {}
+        for each in self._inputs:
+            found = each(programme, x, pages, place)
+            if found is None:
                 return None
-        states = NO_STATES
-        if programme.state_sizes is not None:
-            states = _states(programme, x, pages.cache, place)
-        if not programme.written and programme.taken is None:
-            if place.fields is None:
-                place.fields = CallFields.of(x, None, None, 1)
-            return None if given is not None else programme(x, place.fields, LayerPages(None, states=states))
-        if programme.taken is None:
-            storage = pages.group.storage(programme.layer_idx, *programme.written)
-        elif programme.layer_idx in pages.group.storages:
-            storage = pages.group.storages[programme.layer_idx]
-        else:
-            return None
-        if not programme.fits(storage):
-            return None
-        tables, numbers = place.tables, programme.by_position
-        if place.fields is not None and numbers not in (None, place.by_position):
-            place.fields = None
-        if place.fields is None and numbers is not None:
+            inputs |= found
+        return programme(x, inputs, adapters=place.adapters)
+
+
+def _given(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    """Give what is the layer's own for each token, [B, T, size]."""
+    assert programme.of_layer is not None
+    given = place.kwargs.get(OF_LAYER)
+    if type(given) is not Tensor or given.dtype is not programme.dtype or given.device != x.device:
+        return None
+    if given.shape != (*x.shape[:2], programme.of_layer.stride):
+        return None
+    place.held["given"] = given = given.contiguous()
+    return pack_parts(given=(given.data_ptr(),))
+
+
+def _rows(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    """Give the number of tokens, with cos and sin, and the factors of queries by their positions behind these."""
+    known, numbers = place.held.get("tables"), programme.by_position
+    if known is None or numbers not in (None, known[1]):
+        tables = place.tables
+        if numbers is not None:
             positions = _positions(programme, x, pages.cache, place)
             if positions is None or tables is None:
                 return None
             tables = behind_tables(tables, numbers.of(positions).reshape(positions.shape))
-        if place.fields is None:
-            place.fields = CallFields.of(x, tables, place.group_step, storage.block_size)
-            place.by_position = numbers
-        bias = NO_BIAS
-        if programme.biased_heads:
-            known = _position_bias(programme, pages.cache, place)
-            if known is None:
-                return None
-            bias = position_bias_fields(known, programme.biased_heads, place.group_step.ragged.max_kv)
-        if place.whole is None:
-            return programme(
-                x, place.fields, LayerPages(storage.pages, states=states), bias=bias, adapters=place.adapters,
-                given=given,
-            )  # fmt: skip
-        if not programme.is_one_call or given is not None:
-            return None
-        if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
-            return None
-        source = _source_layer(programme, place)
-        held = None if source is None else source.group.storages.get(source.layer_idx)
-        if source is None or held is None or not programme.fits_source(storage, held):
-            return None
-        if place.source_fields is None:
-            step = place.step.groups[source.group_index]
-            place.source_fields = SourceFields.of(step, held.block_size)
-        return programme(x, place.fields, LayerPages(storage.pages, (held.pages, place.source_fields)), bias=bias)
+        if tables is not None and (tables[0].stride(-1) != 1 or tables[1].stride() != tables[0].stride()):
+            tables = tables[0].contiguous(), tables[1].contiguous()
+        known = place.held["tables"] = of_rows(x, tables), numbers, tables
+    return known[0]
 
 
-def _given(programme: LayerProgramme, x: Tensor, place: LayerPlace) -> Tensor | None:
-    """Return what a layer is given for each token of x [B, T, hidden], [B, T, size]; None if it is not known."""
-    assert programme.of_layer is not None
-    given = place.of_layer
-    if type(given) is not Tensor or given.dtype is not programme.dtype or given.device != x.device:
+def _pages(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    """Give the pages to which keys and values are written, or those of the layer that has left them."""
+    if programme.taken is None:
+        storage = pages.group.storage(programme.layer_idx, *programme.written)
+    elif programme.layer_idx in pages.group.storages:
+        storage = pages.group.storages[programme.layer_idx]
+    else:
         return None
-    return given.contiguous() if given.shape == (*x.shape[:2], programme.of_layer.stride) else None
+    if not programme.fits(storage):
+        return None
+    step = place.held.get("step")
+    if step is None:
+        step = place.held["step"] = of_step(place.group_step, storage.block_size)
+    return of_pages(storage.pages) | step
 
 
 def _positions(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> Tensor | None:
@@ -138,14 +144,30 @@ def _positions(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, plac
     return found if known else None
 
 
-def _states(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, place: LayerPlace) -> tuple[int, ...]:
-    """Return the fields of the struct of a call for the states of a layer."""
-    layer, sizes = cache.state_layer(programme.layer_idx), programme.state_sizes
+def _states(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    layer, sizes = pages.cache.state_layer(programme.layer_idx), programme.state_sizes
     assert sizes is not None
-    pages = layer.state_storage(x, sizes).pages
-    if place.state_fields is None:
-        place.state_fields = StateFields.of(place.step.groups[layer.group_index].own)
-    return pages.k.data_ptr(), pages.v.data_ptr(), *place.state_fields.step
+    return of_states(layer.state_storage(x, sizes).pages, place.step.groups[layer.group_index].own)
+
+
+def _score_bias(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    known = _position_bias(programme, pages.cache, place)
+    if known is None:
+        return None
+    longest = place.group_step.ragged.max_kv
+    return pack_parts(score_bias=position_bias_fields(known, programme.biased_heads, longest))
+
+
+def _source(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
+    """Give the pages with keys of an encoder's output."""
+    assert place.whole is not None
+    if programme.is_source_biased and not _source_is_plain(programme, place.whole.cross_attention_cache, place):
+        return None
+    layer, own = _source_layer(programme, place), pages.group.storages[programme.layer_idx]
+    held = None if layer is None else layer.group.storages.get(layer.layer_idx)
+    if layer is None or held is None or not programme.fits_source(own, held):
+        return None
+    return of_source(held.pages, place.step.groups[layer.group_index], held.block_size)
 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
@@ -190,3 +212,13 @@ def _source_layer(programme: LayerProgramme, place: LayerPlace) -> SourceLayer |
         layer.keep(keys, values)
         whole.is_updated[source.layer_idx] = True
     return layer
+
+
+LAYER_INPUTS = (
+    LayerInput(lambda programme: programme.of_layer is not None, _given),
+    LayerInput(lambda programme: True, _rows),
+    LayerInput(lambda programme: bool(programme.written) or programme.taken is not None, _pages),
+    LayerInput(lambda programme: programme.state_sizes is not None, _states),
+    LayerInput(lambda programme: programme.biased_heads > 0, _score_bias),
+    LayerInput(lambda programme: programme.source is not None, _source),  # last: it computes keys
+)

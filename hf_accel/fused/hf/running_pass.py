@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
-from operator import is_
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
 from ...cache.step import GroupStep, Step
 from ...linear.adapters import PassAdapters
 from ...recognition.call_form import OF_LAYER
-from ...recognition.of_positions import OfPositions
-from ..layer_programme import CallFields, SourceFields, StateFields
 from ..traced_layer import TracedLayer
 
 PlaceKey = tuple[int, tuple[bool, bool] | None]  # the mask, which the place keeps; and TracedLayer.keeps
@@ -37,14 +34,11 @@ class CarriedToLayers(Protocol):
 class LayerPlace:
     """The place where a pass writes K and V, or states, of the layers of one group, and what it gives to each of them.
 
-    kwargs: the arguments of a layer's call, by name. kind: the `kind` of that layer. tables: cos and sin, [B or 1, T,
-    head_dim]; None if the layer is given none. step: the Step of all groups.
-    fields: the part of a native call that all layers of the group share; it is made with the first call. by_position:
-    whose factors stand in it behind the tables; None for no such. whole: the
-    cache that also keeps keys of an encoder's output; None for one without. source_fields: as fields, of its pages.
-    state_group: of the states that the layers keep, with K and V or alone; None if they keep none. state_fields: as
-    fields, of its pages. carried: what some tokens of the pass carry; None for nothing. of_layer: what the layer that
-    is called now is given for itself; None for nothing.
+    kwargs: the arguments of the call of the layer that runs now, by name. kind: the `kind` of that layer. tables: cos
+    and sin, [B or 1, T, head_dim]; None if the layer is given none. step: the Step of all groups. whole: the cache
+    that also keeps keys of an encoder's output; None for one without. state_group: of the states that the layers keep,
+    with K and V or alone; None if they keep none. carried: what some tokens of the pass carry; None for nothing. held:
+    the inputs of native calls that the layers share, and tensors whose addresses are among them, by the input's name.
     """
 
     kwargs: dict[str, Any]
@@ -55,12 +49,8 @@ class LayerPlace:
     group_step: GroupStep
     whole: RaggedEncoderDecoderCache | None = None
     state_group: PageGroup | None = None
-    fields: CallFields | None = None
-    by_position: OfPositions | None = None
-    source_fields: SourceFields | None = None
-    state_fields: StateFields | None = None
     carried: CarriedToLayers | None = None
-    of_layer: Tensor | None = None
+    held: dict[str, Any] = field(default_factory=dict)
 
     @property
     def adapters(self) -> PassAdapters | None:
@@ -131,10 +121,12 @@ class RunningPass:
         if place is None or kind != place.kind:
             return None
         known = place.kwargs
-        if OF_LAYER in kwargs:  # each layer has its own
-            kwargs = kwargs | {OF_LAYER: known.get(OF_LAYER)}
-        same = len(kwargs) == len(known) and all(map(is_, map(known.get, kwargs), kwargs.values()))
-        return place if same else None
+        if len(kwargs) != len(known):
+            return None
+        for name, value in kwargs.items():
+            if known.get(name) is not value and name != OF_LAYER:  # of which each layer has its own
+                return None
+        return place
 
     def note(self, programme: TracedLayer, place: LayerPlace, out: Tensor) -> None:
         if self.programmes:

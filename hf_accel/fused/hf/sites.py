@@ -24,6 +24,7 @@ from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.complex_rotation import rotates_by_complex
 from ...recognition.known_modules import known_module
+from ...recognition.linear_code import is_plain_linear, rounds_its_bias_apart
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.row_convolution import is_pointwise
 from ...recognition.trace import Trace, is_conv1d
@@ -186,7 +187,8 @@ def _candidate(
 def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
     """Find plain float Linears whose weight a native call can read in place."""
     for name, module in modules_by_name(model):
-        if type(module) is nn.Linear and not has_own_forward(module) and is_readable(module):
+        plain = is_plain_linear(module) and not rounds_its_bias_apart(module)
+        if plain and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, LINEAR, NativeLinear, ProjectionCall(float_rows))
         known = known_module(module)
         for last in () if known is None else known[0].products:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Structure
+from itertools import chain, pairwise
 from typing import Any
 
 from .library import ScoreBias, fields, kernel, packed_format, shared_struct
@@ -52,26 +54,50 @@ class StatePages(Structure):
     _fields_ = fields(pointers="states kept slots starts before limited", sizes="sequences")
 
 
-NO_SOURCE, NO_STATES = (0,) * len(SourcePages._fields_), (0,) * len(StatePages._fields_)
+# The parts of a LayerCall: its operations, and what these may be given in a call. Each is packed alone, because layers
+# share many of them.
+CALL_PARTS: dict[str, list[tuple[str, Any]]] = {
+    "operations": fields(pointers="ops starts", sizes="count width"),
+    "given": fields(pointers="given"),
+    "rows": fields(pointers="x out"),
+    "tables": fields(pointers="cos sin", sizes="tokens batch table_batch table_token"),
+    "pages": fields(pointers="k_pages v_pages k_scales v_scales"),
+    "step": fields(
+        pointers="slots written block_table cu_q kv_len", sizes="table_stride sequences block_size num_written"
+    ),
+    "score_bias": [("score_bias", ScoreBias)],
+    "positions": fields(pointers="position_keys position_queries position_rows"),
+    "source": [("source", SourcePages)],
+    "states": [("states", StatePages)],
+    "adapters": fields(pointers="adapters"),
+    "dtypes": fields(ints="dtype table_dtype"),
+    "page_dtypes": fields(ints="page_dtype scale_dtype"),
+    "threads": fields(ints="threads"),
+}
+Parts = dict[str, bytes]  # packed, by these names
 
 
 class LayerCall(Structure):
     """Its fields are those of LayerCall in kernels.h."""
 
-    _fields_ = [
-        *fields(
-            pointers="ops starts", sizes="count width", pointers_="given x out cos sin",
-            sizes_="tokens batch table_batch table_token",
-            pointers__="k_pages v_pages k_scales v_scales slots written block_table cu_q kv_len",
-            sizes__="table_stride sequences block_size num_written",
-        ),
-        ("score_bias", ScoreBias),
-        *fields(pointers="position_keys position_queries position_rows"),
-        ("source", SourcePages),
-        ("states", StatePages),
-        *fields(pointers___="adapters"),
-        *fields(ints="dtype table_dtype page_dtype scale_dtype threads"),
-    ]  # fmt: skip
+    _fields_ = [*chain.from_iterable(CALL_PARTS.values())]
+
+
+def _packs() -> Iterator[tuple[str, struct.Struct]]:
+    places = [getattr(LayerCall, members[0][0]).offset for members in CALL_PARTS.values()]
+    sizes = [end - start for start, end in pairwise([*places, ctypes.sizeof(LayerCall)])]
+    for (name, members), size in zip(CALL_PARTS.items(), sizes, strict=True):
+        kind = type(name, (Structure,), {"_fields_": members})
+        yield name, struct.Struct(f"{packed_format(kind)}{size - ctypes.sizeof(kind)}x")
+
+
+_PACKS = dict(_packs())
+NO_PARTS: Parts = {name: bytes(pack.size) for name, pack in _PACKS.items()}
+
+
+def pack_parts(**parts: tuple[int, ...]) -> Parts:
+    """Pack the fields of parts of a LayerCall."""
+    return {name: _PACKS[name].pack(*values) for name, values in parts.items()}
 
 
 class DraftedSequence(Structure):
@@ -92,11 +118,10 @@ class DraftCall(Structure):
     )  # fmt: skip
 
 
-run_layer = kernel("layer", LayerCall)
+run_layer = kernel("layer", LayerCall, pack=lambda parts: b"".join(parts.values()))  # of all parts
 run_draft = kernel("draft", DraftCall)
 
 
-def layer_calls(calls: Sequence[tuple[int, ...]]) -> Any:
-    """Return an array of LayerCalls with these fields."""
-    pack = struct.Struct(packed_format(LayerCall)).pack
-    return (LayerCall * len(calls)).from_buffer_copy(b"".join(pack(*each) for each in calls))
+def layer_calls(calls: Sequence[Parts]) -> Any:
+    """Return an array of LayerCalls with these parts."""
+    return (LayerCall * len(calls)).from_buffer_copy(b"".join(b"".join((NO_PARTS | each).values()) for each in calls))

@@ -244,13 +244,13 @@ def threads() -> int:
     return min(torch.get_num_threads(), _cores)
 
 
-def kernel(name: str, call: type[Structure]) -> Callable[..., None]:
+def kernel(name: str, call: type[Structure], *, pack: Callable[..., bytes] | None = None) -> Callable[..., None]:
     """Return the kernel `name` of src/kernels.h as a function, whose arguments are all fields of its struct in order.
 
-    The function raises HfAccelError if the kernel fails.
+    The function raises HfAccelError if the kernel fails. pack: makes the struct of other arguments.
     """
     _structs[name] = call
-    pack = struct.Struct(packed_format(call)).pack
+    pack = pack or struct.Struct(packed_format(call)).pack
     function: Any = None
 
     def run(*fields: Any) -> None:

@@ -259,6 +259,47 @@ class NormsOfTheProduct(Scaled):
         return before + out
 
 
+class SumInPlace(Scaled):
+    """A layer that adds to what a linear layer gave in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def end(self, x: Any, out: Any) -> Any:
+        out = self.second(x)
+        out += x
+        return x + out
+
+
+class ReadsBehindASum(SumInPlace):
+    def end(self, x: Any, out: Any) -> Any:
+        gate = nn.functional.silu(self.first(x))
+        out = before = self.second(x)
+        out += x
+        return x + gate * before  # the activation and this product are one operation at the place of the product
+
+
+class SumWithItself(SumInPlace):
+    def end(self, x: Any, out: Any) -> Any:
+        out = self.second(x)
+        out += out
+        return x + out
+
+
+class SumOverItsInput(SumInPlace):
+    def end(self, x: Any, out: Any) -> Any:
+        x += out
+        return x + out
+
+
+def test_sums_in_place() -> None:
+    assert traced(SumInPlace())[-3:] == ["linear", "add", "add"]
+    for layer in (ReadsBehindASum(), SumWithItself(), SumOverItsInput()):
+        with pytest.raises(UntraceableError, match="in place"):
+            traced(layer)
+
+
 def traced(layer: nn.Module) -> list[str]:
     trace = Trace(torch.float32)
     trace.layer(layer, 16, CallForm("x", frozenset({"past_key_values"})))

@@ -63,6 +63,15 @@ CONFIGS: dict[str, Any] = {
     "PhiForCausalLM, norms of heads": transformers.PhiConfig(**WIDE, qk_layernorm=True),
     "ArceeForCausalLM": transformers.ArceeConfig(**WIDE, num_key_value_heads=2),
     "BitNetForCausalLM": transformers.BitNetConfig(**WIDE, num_key_value_heads=2),
+    # One head of keys behind all queries; Q, K and V of each head side by side.
+    "GPTBigCodeForCausalLM": transformers.GPTBigCodeConfig(vocab_size=101, n_embd=96, n_head=4, n_layer=3, **RANDOM),
+    "GPTBigCodeForCausalLM, keys of each head": transformers.GPTBigCodeConfig(
+        vocab_size=101, n_embd=96, n_head=4, n_layer=3, multi_query=False, **RANDOM
+    ),
+    "PersimmonForCausalLM": transformers.PersimmonConfig(**WIDE),
+    "PersimmonForCausalLM, without norms of heads": transformers.PersimmonConfig(
+        **WIDE, qk_layernorm=False, hidden_act="gelu"
+    ),
 }  # fmt: skip
 
 

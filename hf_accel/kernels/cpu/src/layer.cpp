@@ -236,7 +236,7 @@ struct Layer {
   void multiply(const LayerOp& op) const {
     kernels.add({nullptr, at(op.x), op.weight, at(op.out), call.tokens, op.dim, 0, op.scale,
                  op.round_first ? F32 : call.dtype, op.round_each ? F32 : call.dtype, call.threads,
-                 static_cast<int32_t>(op.window)});
+                 op.value_dim == 1 && op.dim > 1});
   }
 
   void gate(const LayerOp& op) const {

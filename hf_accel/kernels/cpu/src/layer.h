@@ -26,11 +26,11 @@ struct LayerOp {
   const void* bias;         // LAYER_NORM, SHORT_CONV, BIAS_GATES, ROW_CONV, PAGE_CONV: or null; ADD: takes the place of x in all rows, and x that of y; or null
   const void* skip;         // STATE_SCAN; BIAS_GATES: the factors of heads; ROW_CONV: its RowNorm, or null; HEAD_PRODUCTS: scales of the rows of int8, or null
   int64_t heads, kv_heads;  // NORM, LAYER_NORM: each of `heads` parts of a row is normalized; ROPE: without keys kv_heads is 0
-  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights
+  int64_t dim, value_dim;   // NORM: the numbers of a part; ADD: of a row; JOIN: of both parts; PAGE_CONV: channels, and their weights;
+                            // MULTIPLY: value_dim is how many numbers the weight has, 1 for all columns
   // ATTEND, ATTEND_ROWS, ATTEND_SOURCE; ATTEND is causal. HEAD_PRODUCTS: the rows from one head's weights to the
   // next one's; and how many numbers of a head behind those that it multiplies are copied. BY_POSITION: how many numbers
-  // of cos stand before a token's factor. LAYER_NORM: the numbers from one part's weights to the next one's. MULTIPLY:
-  // `window` says whether the weight is one number
+  // of cos stand before a token's factor. LAYER_NORM: the numbers from one part's weights to the next one's.
   int64_t window, ahead;
   float eps, offset;      // NORM, LAYER_NORM
   float scale, softcap;  // ATTEND, ATTEND_SOURCE, POSITION_SCORES; ADD: scale is the factor of y; MULTIPLY: of x

@@ -1,0 +1,51 @@
+"""Linear layers with a class of their own that compute what nn.Linear does, as Falcon's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .trial import RandomNumbers, Tolerance, agree
+from .unchanged import is_known_class
+
+IN, OUT = 24, 40
+INITIALIZED = "_is_hf_initialized"  # what transformers writes on a module whose weights it has made
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear, or one that a trial of its class's code shows to compute the same."""
+    kind = type(module)
+    if kind is nn.Linear:
+        return True
+    if not isinstance(module, nn.Linear) or {*module._parameters} != {"weight", "bias"} or module._buffers:
+        return False
+    # A setting of its own would say that it may compute something else.
+    settings = vars(module).keys() - vars(_example(bias=False)).keys()
+    return settings <= {INITIALIZED} and is_known_class(kind) and _multiplies(kind.forward)
+
+
+@lru_cache(maxsize=256)
+def _multiplies(forward: Callable[..., Tensor]) -> bool:
+    x, near = RandomNumbers()(3, 2, IN), Tolerance(of_largest=1e-5)
+    for layer in (_example(bias=True), _example(bias=False)):
+        if not agree(lambda: forward(layer, x), lambda: F.linear(x, layer.weight, layer.bias), near):  # noqa: B023
+            return False
+    return True
+
+
+def _example(*, bias: bool) -> nn.Linear:
+    numbers, layer = RandomNumbers(), nn.Linear(IN, OUT, bias=bias, device="meta")  # takes no random numbers
+    layer.weight = nn.Parameter(numbers(OUT, IN), requires_grad=False)
+    if bias:
+        layer.bias = nn.Parameter(numbers(OUT), requires_grad=False)
+    return layer
+
+
+def rounds_its_bias_apart(module: nn.Module) -> bool:
+    """Return whether code of its own may round a product before it adds the bias."""
+    own = type(module) is not nn.Linear
+    return own and module._parameters.get("bias") is not None and module.weight.dtype is not torch.float32
