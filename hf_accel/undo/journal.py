@@ -244,7 +244,8 @@ def _in_class(value: Any, cell: CellType) -> Any:
     if isinstance(value, staticmethod | classmethod):
         return type(value)(_in_class(value.__func__, cell))
     if isinstance(value, property):
-        return property(*(_in_class(each, cell) for each in (value.fget, value.fset, value.fdel)), value.__doc__)
+        read, write, delete = (_in_class(each, cell) for each in (value.fget, value.fset, value.fdel))
+        return property(read, write, delete, value.__doc__)
     if not isinstance(value, FunctionType) or OWN_CLASS not in value.__code__.co_freevars:
         return value
     closure = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
