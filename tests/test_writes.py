@@ -16,7 +16,7 @@ WRITERS = {
     "patching.patch": {"journal", "config"},
     "patching.pack": {"journal", "dict"},
     # a head and configs that a user has changed since, which stay
-    "patching.unpatch": {"setattr", "dict", "data"},
+    "patching.unpatch": {"setattr", "data"},
     "patching.nf4_model": {"journal", "config"},
     "patching.originals": {"journal", "config"},
     "attention.hf.stock": {"config", "dict"},

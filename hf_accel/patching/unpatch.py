@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..attention.hf import ATTENTION_NAME
 from ..config import WeightConfig
 from ..errors import HfAccelError, UnsupportedError
 from ..fused.composed_activation import NativeActivation
@@ -62,7 +63,7 @@ def _take_out(model: PreTrainedModel, state: PatchState) -> None:
     folded = [(w.owner, w.new) for w in journal.writes if w.container == "_parameters"]
     if resized is not None:
         give_rows(model, resized, journal.writes)
-    keep_settings(journal)
+    keep_settings(model, journal)
     journal.writes = kept
     journal.undo(model)
     for module, parameter in folded:
@@ -128,15 +129,20 @@ def resized_head(model: PreTrainedModel, journal: Journal) -> Write | None:
 def give_rows(model: PreTrainedModel, write: Write, writes: Sequence[Write]) -> None:
     """Give a resized head the original's numbers in each row that is still the quantized one's.
 
-    A head that was tied is the embedding again, which was resized as well.
+    It learns again where the original did, since what it was made of had no weight that could. A head that was tied is
+    the embedding again, which was resized as well, in the module of before.
     """
     head, ours, original = write.mapping()[write.key], write.new, write.old
     weight = original.weight
+    if head.bias is not None and original.bias is not None:
+        head.bias.requires_grad_(original.bias.requires_grad)
     owners = [*model.modules(), *(w.old for w in writes if isinstance(w.old, nn.Embedding))]
     if weight.shape == head.weight.shape and any(m._parameters.get("weight") is weight for m in owners):
-        head._parameters["weight"] = weight
+        original.out_features, original.bias = head.out_features, head.bias
+        write.mapping()[write.key] = original
         return
     _give_numbers(head.weight, weight, ours.quantized, ours.compute_dtype)
+    head.weight.requires_grad_(weight.requires_grad)
 
 
 def _give_numbers(made: Tensor, original: Tensor, quantized: QuantizedWeight, dtype: torch.dtype) -> None:
@@ -179,17 +185,22 @@ def give_tokens(journal: Journal, write: Write, config: WeightConfig | None) -> 
     original.num_embeddings, original.padding_idx = resized.num_embeddings, resized.padding_idx
 
 
-def keep_settings(journal: Journal) -> None:
+def keep_settings(model: PreTrainedModel, journal: Journal) -> None:
     """Write into the model's own configs what was written into the copies of them that patch() has put in."""
     pairs = {id(w.new): (w.new, w.old) for w in journal.writes if isinstance(w.new, PreTrainedConfig)}
+    before = pairs[id(model.config)][1] if id(model.config) in pairs else model.config
     for copied, own in pairs.values():
-        _keep_settings(copied, own)
+        _keep_settings(copied, own, before._attn_implementation)
 
 
-def _keep_settings(copied: PreTrainedConfig, own: PreTrainedConfig) -> None:
+def _keep_settings(copied: PreTrainedConfig, own: PreTrainedConfig, implementation: str | None) -> None:
+    """implementation: the attention that a config without a name of its own had before patch()."""
+    attends, attended = copied._attn_implementation, own._attn_implementation or implementation
+    if attends not in (None, ATTENTION_NAME, attended):  # set_attn_implementation() since
+        own._attn_implementation_internal = attends
     for name, value in vars(copied).items():
         before = vars(own).get(name)
         if isinstance(value, PreTrainedConfig) and isinstance(before, PreTrainedConfig):
-            _keep_settings(value, before)
+            _keep_settings(value, before, implementation)
         elif name not in OUR_FIELDS and not name.startswith("_") and value != before:
             setattr(own, name, value)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -45,6 +45,8 @@ class Write:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | ({"old": mixed_from(*state["old"])} if state["key"] == "__class__" else {}))
 
+
+OWN_CLASS = "__class__"  # the name by which a method's super() finds the class in whose body it stands
 
 Holders = dict[int, list[tuple[nn.Module, str]]]
 
@@ -208,7 +210,7 @@ def _while_mixed(mixin: type[Mixin], name: str, original: type) -> Callable[...,
             if is_checked and not is_compiling() and not known.hold():
                 return getattr(original, name)(self, *args, **kwargs)
             return ours(self, *args, **kwargs)
-        return getattr(type(self), name)(self, *args, **kwargs)
+        return getattr(original, name)(self, *args, **kwargs)  # a class derived since may call this one in its own
 
     return method
 
@@ -229,9 +231,30 @@ def unmixed_class(kind: type, original: type) -> type:
         if not any(map(is_ours, each.__mro__)):
             return each
         own = {name: value for name, value in vars(each).items() if name not in ("__dict__", "__weakref__")}
-        return type(each)(each.__name__, tuple(map(without, each.__bases__)), own)
+        cell = CellType()
+        own = {name: _in_class(value, cell) for name, value in own.items()}
+        cell.cell_contents = made = type(each)(each.__name__, tuple(map(without, each.__bases__)), own)
+        return made
 
     return without(kind) if any(map(is_ours, kind.__mro__)) else original
+
+
+def _in_class(value: Any, cell: CellType) -> Any:
+    """Return what stands in the body of a class, for another class, which `cell` will hold: super() asks for it."""
+    if isinstance(value, staticmethod | classmethod):
+        return type(value)(_in_class(value.__func__, cell))
+    if isinstance(value, property):
+        read, write, delete = (_in_class(each, cell) for each in (value.fget, value.fset, value.fdel))
+        return property(read, write, delete, value.__doc__)
+    if not isinstance(value, FunctionType) or OWN_CLASS not in value.__code__.co_freevars:
+        return value
+    closure = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    cells = tuple(cell if name == OWN_CLASS else held for name, held in closure)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__, made.__doc__, made.__qualname__ = value.__kwdefaults__, value.__doc__, value.__qualname__
+    made.__annotations__ = value.__annotations__
+    vars(made).update(vars(value))
+    return made
 
 
 def rebuild(*classes: type) -> Any:

@@ -222,6 +222,21 @@ def test_resized_embeddings_stay_and_ours_goes(tied: bool, weights: str | None, 
     assert model.config.vocab_size == size
     assert model.config.tie_word_embeddings == tied
     assert model.lm_head.out_features == size
+    for attribute in ("requires_grad", "is_leaf"):
+        learn = [{n: getattr(p, attribute) for n, p in each.named_parameters()} for each in (model, stock)]
+        assert learn[0] == learn[1]
+    assert [m.training for m in model.modules()] == [m.training for m in stock.modules()]
+
+
+def test_a_tied_head_that_was_resized_is_the_module_of_before() -> None:
+    model = build("gpt2")
+    head = model.lm_head
+    hf_accel.patch(model)
+    model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
+    hf_accel.unpatch(model)
+    assert model.lm_head is head
+    assert head.weight is model.transformer.wte.weight
+    assert head.out_features == len(head.weight)
 
 
 def test_rows_of_a_resized_head_that_were_trained_stay() -> None:
@@ -245,6 +260,18 @@ def test_settings_that_were_changed_since_patch_stay() -> None:
     assert model.config is own
     assert (own.bos_token_id, own.use_cache) == (7, False)
     assert "quantization_config" not in vars(own)
+
+
+@pytest.mark.parametrize("attention", ["auto", None])
+def test_an_attention_that_was_set_since_patch_stays(attention: Any) -> None:
+    model = build("llama")
+    hf_accel.patch(model, attention=attention)
+    model.set_attn_implementation("eager")
+    hf_accel.unpatch(model)
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        found = model(**inputs("left"), output_attentions=True).attentions
+    assert len(found) == len(model.model.layers)
 
 
 # -- under a living Engine -------------------------------------------------------------------------------

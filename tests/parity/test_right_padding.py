@@ -94,3 +94,22 @@ def test_holes_in_a_mask_go_to_stock() -> None:
     model = hf_accel.patch(fresh(LLAMA), weights=None)
     assert torch.equal(answer(model, given), answer(stock(LLAMA), given))
     assert "padding stands behind or between" in loop(model)
+
+
+def padded_by_more_than_a_window() -> dict[str, Tensor]:
+    """Row 2 ends in as many columns without a token as a window has, and row 0 has some between tokens."""
+    ids = torch.randint(3, 100, (3, 13), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(13) < torch.tensor([[13], [10], [7]])).long()
+    mask[0, 4:6] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "DogeForCausalLM", "MistralLarge4ForConditionalGeneration"])
+def test_padding_that_is_read_stays_in_transformers_cache(name: str, settings: dict[str, Any]) -> None:
+    """A query in a window of padding alone sees that padding, an indexer and a layer's own code read it."""
+    given = padded_by_more_than_a_window()
+    model = hf_accel.patch(build(family(name)), weights=None)
+    expected = answer(build(family(name)), given, max_new_tokens=6, **settings)
+    assert torch.equal(answer(model, given, max_new_tokens=6, **settings), expected)
+    assert loop(model) == "stock: padding stands behind or between tokens"

@@ -404,3 +404,36 @@ def test_nothing_keeps_a_model_that_is_dropped(family: str, weights: str | None,
     del model, engine
     gc.collect()
     assert [part() for part in parts if part() is not None] == []
+
+
+@pytest.mark.parametrize("name", ["generate", "_sample", "_prefill", "forward"])
+def test_a_class_that_was_derived_while_patched_calls_the_one_before_it(name: str) -> None:
+    """By super(), or by a method that it has kept: both are those of the model's own class after unpatch."""
+    model = hf_accel.patch(build("llama"), weights=None)
+    base, called = type(model), []
+    kept = getattr(base, name)
+
+    class Derived(base):  # type: ignore[misc, valid-type]
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            called.append("generate")
+            return super().generate(*args, **kwargs)
+
+        @property
+        def named(self) -> str:
+            return str(super().base_model_prefix)
+
+    def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return kept(self, *args, **kwargs)
+
+    if name != "generate":
+        setattr(Derived, name, keeping)
+    model.__class__ = Derived
+    expected = generate(build("llama"))
+    assert torch.equal(generate(model), expected)
+    hf_accel.unpatch(model)
+    assert not any("hf_accel" in each.__module__ for each in type(model).__mro__)
+    called.clear()
+    assert torch.equal(generate(model), expected)
+    assert {"generate", name} <= {*called}
+    assert model.named == "model"

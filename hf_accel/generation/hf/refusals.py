@@ -11,12 +11,14 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ...cache.hf import PagedCache, model_kinds
 from ...cache.kinds import KeysAndValues, RecurrentStates
 from ...errors import HfAccelWarning, UnsupportedError
 from ...fused.hf.counted_positions import moves_with_padding
+from ...fused.hf.own_code import OwnCode
 from ...fused.kept_states import Recorded
 from ...models import LEARNT_KEYS, learnt_kind, learnt_prompt, modules_of, vocabulary_size
 from ...undo.journal import original_class
@@ -37,6 +39,8 @@ from .processing import is_users, limit_refusal, reads_scores_alone
 from .users_code import code_in_passes
 
 NO_PAGES = "it has no paged cache"
+BEHIND = "padding stands behind or between tokens"
+KEPT_WHOLE = (KeysAndValues(None),)  # the kinds of a model whose layers all keep keys and values of all tokens
 SWITCHES = "enable_adapters"  # a method that a class's own generate() may call
 
 # Methods that transformers' loop calls between two passes. The ragged loop does not call them.
@@ -232,10 +236,10 @@ def _behind_refusal(call: LoopCall, own_cache: bool) -> str | None:
     """
     mask, positions, form = call.mask, call.inputs.get("position_ids"), call.state.form
     known = mask is not None and mask.ndim == 2 and is_padded_behind(mask) and positions is not None
-    known = known and model_kinds(call.model.config).distinct == (KeysAndValues(None),)
+    known = known and model_kinds(call.model.config).distinct == KEPT_WHOLE
     known = known and not (call.has_encoder or call.has_more_than_ids or call.num_learnt)
     if not known or form.counts_padding or form.operators is not None:
-        return "padding stands behind or between tokens"
+        return BEHIND
     if not own_cache or call.has_beams or call.config.return_dict_in_generate:
         return "padding stands behind tokens, and it has beams, or returns more than tokens"
     if not reads_scores_alone(call.processors, call.criteria, max_length=call.config.max_length):
@@ -259,15 +263,16 @@ def states_refusal(model: PreTrainedModel, mask: object, *, rows: int, has_beams
     """Return why pages cannot give the tokens that transformers gives with recurrent states, as one clause.
 
     None if they can. mask: the attention_mask of the call, or None. rows: how many it has.
-    In transformers, padding behind a token changes the state of a recurrent layer; the states that some layers keep
-    also change with padding in front of tokens, or with other rows, or stay with their row when its beam goes on in
-    another one.
+    In transformers, padding behind a token changes the state of a recurrent layer. Its keys and values, of which pages
+    hold none, are all that a query in it sees within a window where no token is, and an indexer or a layer's own code
+    may read them. The states that some layers keep also change with padding in front of tokens, or with other rows, or
+    stay with their row when its beam goes on in another one.
     """
+    mask = None if state_of(model).generation.form.reads_padding else mask
+    if isinstance(mask, Tensor) and not _only_left_padded(mask) and _reads(model, mask):
+        return BEHIND
     if not model_kinds(model.config).has(RecurrentStates):
         return None
-    mask = None if state_of(model).generation.form.reads_padding else mask
-    if isinstance(mask, Tensor) and not _only_left_padded(mask):
-        return "padding stands behind or between tokens"
     if isinstance(mask, Tensor) and not mask.all() and _layers_say(model, "computes_padding"):
         return "its recurrent layers compute padding as they compute tokens"
     if has_beams and _layers_say(model, "stays_with_row"):
@@ -275,6 +280,22 @@ def states_refusal(model: PreTrainedModel, mask: object, *, rows: int, has_beams
     if rows > 1 and _layers_say(model, "mixes_rows"):
         return "transformers computes a row of its batch from the states of other rows"
     return None
+
+
+def _reads(model: PreTrainedModel, mask: Tensor) -> bool:
+    """Return whether keys and values of padding behind tokens matter. mask: [B, T], 0 at padding."""
+    kinds = model_kinds(model.config).distinct
+    if model.config.is_encoder_decoder:  # the mask is the encoder's
+        return model_kinds(model.config).has(RecurrentStates)
+    if any(type(kind) is not KeysAndValues for kind in kinds) or any(
+        isinstance(vars(module).get(FUSED), OwnCode) for module in model.modules()
+    ):
+        return True
+    windows = [kind.window for kind in kinds if isinstance(kind, KeysAndValues) and kind.window is not None]
+    if not windows or mask.ndim != 2:
+        return False
+    count = mask.ne(0).cumsum(1)
+    return bool(((count > 0) & (count == pad(count, (min(windows), 0))[:, : count.shape[1]])).any())
 
 
 def _layers_say(model: PreTrainedModel, name: str) -> bool:
