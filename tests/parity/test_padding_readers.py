@@ -197,3 +197,22 @@ def test_a_forward_that_is_replaced_on_a_class(changing: tuple[PreTrainedModel, 
     with counted() as calls:
         assert torch.equal(result(ours), before)
     assert ours.can_generate() or calls["layers"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family, kind", [("Bert", "BertLMHeadModel"), ("Roberta", "RobertaForCausalLM")])
+@torch.no_grad()
+def test_an_encoder_that_writes_text_has_stocks_numbers_at_padding(family: str, kind: str, side: str) -> None:
+    """Though its tokens see all others, the next token is chosen, and the loss taken, from what stands at padding."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**ROTATED, type_vocab_size=2)
+    stock = getattr(transformers, kind)(config).eval()
+    enliven(stock)
+    ours = hf_accel.patch(copy.deepcopy(stock), weights=None)
+    given = padded(side)
+    with counted() as calls:
+        found, expected = ours(**given).logits, stock(**given).logits
+    assert calls
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "use_cache": False}
+    assert torch.equal(ours.generate(**given, **options), stock.generate(**given, **options))

@@ -79,7 +79,8 @@ def encoder_sites(
         elif returns_weights:
             with_weights.append(name)
         if reason is None:
-            leaves_padding = _leaves_padding(place.models) and (masks is Masks.OTHERS or has_no_head(model))
+            heads_skip_padding = has_no_head(model) or (masks is Masks.OTHERS and not model.can_generate())
+            leaves_padding = heads_skip_padding and _leaves_padding(place.models)
             calls = EncoderLayerCalls(readers if leaves_padding else None, place.keeps_sdpa)
             sites.append(FusedSite(name, layer, LAYER, EncoderForward, calls))
         elif not _has_layers(layer):
