@@ -17,7 +17,7 @@ class HeadOptimizer(torch.optim.Optimizer):
     """Takes the steps of torch.optim.Muon for the matrices of a head, and of AdamW for its norms, biases and words.
 
     Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) makes the singular values of a matrix's momentum
-    alike, which trains matrices that begin as random numbers with fewer tokens than AdamW; it is not for the last
+    equal, which trains matrices that begin as random numbers with fewer tokens than AdamW; it is not for the last
     products over a vocabulary. Rates are as in 2502.16982: an update of a matrix is as large as AdamW's is there.
     """
 
