@@ -73,12 +73,22 @@ def test_linears_are_all_that_two_dimensional_linears_hold(name):
     assert sum(tensor.numel for tensor in counted if tensor.kind == "head") == head.weight.numel()
 
 
+class Doubled(nn.Linear):
+    """A linear layer of the user's."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def test_a_linear_that_patch_leaves_alone_is_not_quantized():
-    """Falcon's own Linear class is no plain one."""
-    tensors = weight_tensors(shapes_of(TINY["falcon, multi-query"], dtype=None), WeightConfig())
-    for tensor in tensors:
-        if tensor.kind == "linears":
-            assert tensor.bytes_by_kind == {"linears": tensor.numel * 4}
+    """One of the user's is left alone. Falcon's, of a class of its own, computes what a plain one does."""
+    model = shapes_of(TINY["falcon, multi-query"], dtype=None)
+    layer = model.transformer.h[0].mlp
+    layer.dense_h_to_4h = Doubled(*reversed(layer.dense_h_to_4h.weight.shape), bias=False, device="meta")
+    tensors = [tensor for tensor in weight_tensors(model, WeightConfig()) if tensor.kind == "linears"]
+    left = [tensor for tensor in tensors if tensor.bytes_by_kind == {"linears": tensor.numel * 4}]
+    assert [tensor.numel for tensor in left] == [layer.dense_h_to_4h.weight.numel()] and len(tensors) > 1
+    assert all(tensor.bytes_by_kind["linears"] == tensor.numel for tensor in tensors if tensor not in left)
 
 
 def test_a_quantized_model_is_refused():
