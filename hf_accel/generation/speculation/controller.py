@@ -13,7 +13,7 @@ from ...keywords import positive_int
 from ..sequence import NO_SHAPE, Draft, Sequence, Shape
 from .costs import SLOW, CostTable
 from .draft_choice import LEAST_GAIN, SHARE, UNMEASURED, DraftChoice
-from .draft_sources import ALONG, FIRST_WAIT, MOST_SIBLINGS, SIBLINGS, DraftSource, hoped_rate
+from .draft_sources import FIRST_WAIT, MOST_SIBLINGS, SIBLINGS, DraftSource, hoped_rate
 
 MAX_NODES = 16  # the most tokens of a tree, if nothing else is said
 # The budget of trials, in passes: what it holds at first and at most.
@@ -154,10 +154,9 @@ class Controller:
         Returns how many of them count as reading: all if it had to read many tokens of any sequence, else none.
         """
         known = self._source(source)
-        unread = [len(sequence.tokens) - known.of(sequence).num_read for sequence in sequences]
+        tokens = sum(known.of(sequence).ahead(sequence) for sequence in sequences)
         for sequence in sequences:
             known.of(sequence).num_read = len(sequence.tokens)
-        tokens = sum(each for each in unread if each > ALONG)
         if not tokens:
             return 0.0
         # A first reading may take much longer than those that follow.

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..sequence import NO_SHAPE, Sequence, Shape
 from .costs import CostTable, allocate_trees
-from .draft_sources import ALONG, SIBLINGS, DraftPlan, DraftSource, Trees, expected_trees, hoped_trees
+from .draft_sources import SIBLINGS, DraftPlan, DraftSource, Trees, expected_trees, hoped_trees
 from .drafters.drafter import UNKNOWN
 
 SHARE = 0.02  # of all time, what trials may lose
@@ -39,7 +39,7 @@ class DraftChoice:
     def __post_init__(self) -> None:
         self.records = [self.source.at(sequence, self.now) for sequence in self.sequences]
         pairs = zip(self.sequences, self.records, strict=True)
-        self.unread = [len(sequence.tokens) - record.num_read for sequence, record in pairs]
+        self.unread = [record.ahead(sequence) for sequence, record in pairs]
 
     def plan(self, horizon: int, budget: float) -> DraftPlan:
         """Return the plan with the most new tokens a second, or a trial if it drafts nothing and the budget, in
@@ -70,7 +70,7 @@ class DraftChoice:
         trees = expected_trees(self.source, self.records, self.bounds, nodes)
         shapes, gained = self._best(trees, room)
         if gained * horizon < self._reading(self._unread(shapes)):
-            read = [tree if unread <= ALONG else [] for tree, unread in zip(trees, self.unread, strict=True)]
+            read = [[] if unread else tree for tree, unread in zip(trees, self.unread, strict=True)]
             shapes, gained = self._best(read, room)
         return shapes, gained
 
@@ -84,7 +84,7 @@ class DraftChoice:
         for nothing, until there can be a trial.
         """
         prices, shapes = [], [NO_SHAPE] * len(self.records)
-        tried = sorted((unread if unread > ALONG else 0, i) for i, unread in enumerate(self.unread) if self.bounds[i])
+        tried = sorted((unread, i) for i, unread in enumerate(self.unread) if self.bounds[i])
         unread, reading = 0, self.source.reading
         for count, (more, i) in enumerate(tried[: self.room], 1):
             if unread and more and reading is None:
@@ -106,7 +106,7 @@ class DraftChoice:
 
     def _unread(self, shapes: list[Shape]) -> int:
         pairs = zip(shapes, self.unread, strict=True)
-        return sum(unread for shape, unread in pairs if shape.nodes and unread > ALONG)
+        return sum(unread for shape, unread in pairs if shape.nodes)
 
     def _reading(self, tokens: int) -> float:
         """Return the seconds in which the source reads tokens before it drafts."""

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from ..sequence import NO_SHAPE, Sequence, Shape
 from .acceptance import Tally, gains, likeliest_tree
 from .costs import DraftCost
-from .drafters.drafter import UNKNOWN
+from .drafters.drafter import FEW, UNKNOWN
 
 FIRST_WAIT = 1  # the passes from the first trial to the next
 # The weight of an expected acceptance, in verified tokens. The acceptance over all sequences, of about the last 64
@@ -19,7 +19,6 @@ FIRST_WAIT = 1  # the passes from the first trial to the next
 WEIGHT, SOURCE_MEMORY, SEQUENCE_MEMORY = 4.0, 64.0, 16.0
 IDLE_MEMORY = 64.0  # the passes without drafts in which the counts of a sequence fade
 HOPE = 1.5  # the standard errors by which the acceptance may be better than it looks
-ALONG = 16  # the tokens of a sequence that are read together with a draft; more are read before it
 SIBLINGS = 4  # tokens of a tree for each of its levels, as long as it is not known how deep a tree pays
 # The siblings of a tree that count, and the part of what is left by those before it that one is expected to have.
 MOST_SIBLINGS, SIBLING = 6, 0.3
@@ -37,6 +36,11 @@ class Drafted:
     tally: Tally = field(default_factory=partial(Tally, SEQUENCE_MEMORY))
     last_pass: int = -1
     num_read: int = 0
+
+    def ahead(self, sequence: Sequence) -> int:
+        """Return how many tokens of its sequence the source reads ahead of a draft; a few are read with it."""
+        unread = len(sequence.tokens) - self.num_read
+        return unread if unread > FEW else 0
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.generation.sequence import Sequence
 from hf_accel.generation.speculation.controller import Controller
-from hf_accel.generation.speculation.draft_sources import ALONG
+from hf_accel.generation.speculation.drafters.drafter import FEW
 
 Curve = Callable[[int], float]
 PROMPT = 128  # tokens
@@ -74,7 +74,7 @@ class Simulation:
         asked = [sequence for sequence, length in zip(self.sequences, lengths, strict=True) if length]
         if asked:
             missing = [len(sequence.tokens) - self.read.get(sequence, 0) for sequence in asked]
-            read = self.reading / PROMPT * sum(count for count in missing if count > ALONG)
+            read = self.reading / PROMPT * sum(count for count in missing if count > FEW)
             self.controller.observe_reading(asked, self.measured(read))
             spent = self.searching + (self.calling + self.drafting * max(lengths) if self.drafting else 0.0)
             self.controller.observe_drafting(sum(lengths), max(lengths), self.measured(spent))

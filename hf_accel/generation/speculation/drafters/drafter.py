@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from ....fused.state_rows import StateRows
 
 
-UNKNOWN = 0.3  # the acceptance that is expected of a drafter of which nothing is known
+# The acceptance that is expected of a drafter of which nothing is known, and of one that was trained with its target's
+# states.
+UNKNOWN, TRAINED = 0.3, 0.6
+FEW = 16  # the most tokens that a draft is asked for together with; more are read ahead of it
 
 
 class Drafter(ABC):

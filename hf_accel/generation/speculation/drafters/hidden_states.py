@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ....fused.state_rows import StateRows, end_to_end
 from ...sequence import Draft, Sequence
-from .drafter import Drafter
-from .unread_states import FEW, TRAINED, StatesBook, UnreadStates
+from .drafter import FEW, TRAINED, Drafter
+from .unread_states import StatesBook, UnreadStates
 
 # Continues one sequence. It is called with the final tokens of the sequence; the hidden states [n, D] of n of them,
 # which follow on those of the call before; the index of the first of these; and the tokens to draft, which may be 0.

@@ -20,8 +20,9 @@ from ....fused.state_rows import StateRows
 from ....kernels.cpu.draws import INVERSE, LIKELIEST, RACE
 from ...sequence import NO_DRAFT, Draft, Sequence, Shape
 from ..verifiers.verifier import Place
+from .drafter import FEW, TRAINED
 from .model import MAX_CHUNK, ModelDrafter, PartialDraft, Past
-from .unread_states import FEW, TRAINED, StatesBook, UnreadStates
+from .unread_states import StatesBook, UnreadStates
 
 CALLS_TO_KNOW = 2  # the first finds how the layer is called, the second tries a draft
 TOGETHER = 128  # the most states of all sequences that are read together with a draft, which is then one call

@@ -10,8 +10,6 @@ from ....fused.state_rows import StateRows
 from ...sequence import Sequence
 
 Reader = TypeVar("Reader")
-FEW = 16  # the most tokens that a draft is asked for together with; more are read ahead of it
-TRAINED = 0.6  # the acceptance that is expected of what was trained with the states of its target
 MOST_WAITING = 4096  # tokens whose states wait to be read while nothing is drafted; beyond these the first are dropped
 
 
