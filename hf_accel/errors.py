@@ -15,6 +15,10 @@ class NotRaggedError(UnsupportedError):
     """
 
 
+class NoTokenError(HfAccelError):
+    """The processed scores of a position hold NaN or are all -inf, so that none of its tokens is the likeliest."""
+
+
 class OutOfBlocksError(HfAccelError, MemoryError):
     """A cache with a fixed number of blocks has none left; nothing was written."""
 

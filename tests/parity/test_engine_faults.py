@@ -21,6 +21,7 @@ from torch import Tensor
 
 import hf_accel
 from hf_accel import Engine, HfAccelError, UnsupportedError
+from hf_accel.generation.hf.session import Session
 
 from .families import build
 from .letters import letters
@@ -186,6 +187,40 @@ def test_the_end_of_patched_refuses_under_an_engine() -> None:
     assert engine.submit(PROMPTS[0], max_new_tokens=NEW_TOKENS).result(WAIT).tokens == expected(PROMPTS[0])
     engine.close()
     hf_accel.unpatch(model)
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_batch"])
+def test_unpatch_refuses_within_a_call_of_generate(model: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its class would change under the passes that are still to come."""
+    running, go_on = threading.Event(), threading.Event()
+    forward, found = Session.step, []
+
+    def waits(session: Session) -> Any:
+        running.set()
+        assert go_on.wait(WAIT)
+        return forward(session)
+
+    def call() -> None:
+        settings: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        if method == "generate":
+            ids = torch.tensor(PROMPTS[:1])
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
+        else:
+            out = model.generate_batch(PROMPTS[:1], **settings)["req_0"].generated_tokens
+        found.append(out)
+
+    monkeypatch.setattr(Session, "step", waits)
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        assert running.wait(WAIT)
+        with pytest.raises(UnsupportedError, match=r"unpatch\(\) while a call of generate\(\) runs the model"):
+            hf_accel.unpatch(model)
+    finally:
+        go_on.set()
+        thread.join()
+    assert found == [expected(PROMPTS[0])]
+    assert not hf_accel.is_patched(hf_accel.unpatch(model))
 
 
 # -- those who are forgotten ----------------------------------------------------------------------------------

@@ -129,3 +129,20 @@ def test_an_interrupt_in_generate_batch_is_the_callers(error: BaseException) -> 
     outputs = model.generate_batch(inputs, **SETTINGS)
     answer = stock("llama").generate(prompts(3), **SETTINGS)
     assert [output.generated_tokens for output in outputs.values()] == answer[:, 7:].tolist()
+
+
+@pytest.mark.parametrize("cause", ["nan", "nothing"])
+def test_greedy_search_without_a_likeliest_token_is_transformers(cause: str) -> None:
+    """Its argmax names the first NaN, or token 0 where all are ruled out."""
+    model = build("llama")
+    settings = SETTINGS | {"repetition_penalty": 1.5}
+    if cause == "nothing":
+        settings |= {"suppress_tokens": list(range(VOCABULARY))}
+    else:
+        model.lm_head.weight.data[7] = torch.nan
+    expected = model.generate(prompts(2), **settings)
+    hf_accel.patch(model, weights=None)
+    with pytest.warns(hf_accel.HfAccelWarning, match="transformers' own loop.*hold NaN or are all -inf"):
+        assert torch.equal(model.generate(prompts(2), **settings), expected)
+    outputs = model.generate_batch(prompts(2).tolist(), **settings)
+    assert all("hold NaN" in str(output.error) for output in outputs.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, WatermarkingConfig
 
 import hf_accel
 from hf_accel import Engine, UnsupportedError
@@ -22,6 +22,9 @@ SERVED: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 2},
     {"bad_words_ids": [[5], [7, 8], [9, 10, 11]]},
     {"sequence_bias": [[[3], 4.0], [[6, 7], -8.0]]},
+    {"encoder_repetition_penalty": 1.5},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"watermarking_config": WatermarkingConfig(bias=5.0)},
     {"suppress_tokens": list(range(4, 40))},
     {"begin_suppress_tokens": list(range(4, 60))},
     {"forced_eos_token_id": 3},
@@ -127,5 +130,24 @@ def test_a_model_that_searches_with_beams_by_default(model: Any) -> None:
     try:
         with Engine(model) as engine, pytest.raises(UnsupportedError, match=r"num_beams=3; set it to 1, or use gen"):
             engine.submit(PROMPTS[0])
+    finally:
+        model.generation_config = before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"penalty_alpha": 0.6}, {"dola_layers": "low"}, {"force_words_ids": [[3]]}, {"token_healing": True}],
+    ids=str,
+)
+def test_a_model_that_searches_otherwise_by_default(model: Any, settings: dict[str, Any]) -> None:
+    """generate() asks for code of others to do it, or for a tokenizer, so greedy tokens would be others."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig(**settings)
+    message = f"{next(iter(settings))}=.*asks for more; set it to None, or use generate"
+    try:
+        with Engine(model) as engine, pytest.raises(UnsupportedError, match=message):
+            engine.submit(PROMPTS[0])
+        with pytest.raises(UnsupportedError, match=message):
+            model.generate_batch(PROMPTS)
     finally:
         model.generation_config = before

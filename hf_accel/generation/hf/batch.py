@@ -24,6 +24,7 @@ from ..sampling.choice import TokenLogprobs
 from ..sequence import Sequence
 from .config_settings import ASKED, complete_config, settings_of_config
 from .encoder_source import decoder_prompt
+from .generation_state import CallState
 from .grammars import KEYWORDS, take_constraint
 from .kept_runners import keep_runner, take_kept
 from .refusals import warn_of_code
@@ -66,7 +67,7 @@ def generate_batch(
     kept = take_kept(state, model.config, asked, most) if asked.directory is None else None
     drafted = {"speculative": speculative, "token_budget": keywords["token_budget"]}
     keywords["cache"] = kept or with_pages_for(model, asked, most_tokens=most, **drafted)
-    with Session(model, **keywords) as session:
+    with state.calling(state.call or CallState()), Session(model, **keywords) as session:
         _run(session, replies, progress_bar)
         statistics = session.statistics()
     if asked.directory is None:

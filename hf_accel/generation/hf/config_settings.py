@@ -17,7 +17,7 @@ from ..sampling.processors import Processor
 from .grammars import KEYWORDS
 from .processing import processors_refusal, stock_sampling, stop_rules
 from .refusals import refuse_clocks
-from .request_config import default_new_tokens, prompt_setting
+from .request_config import default_new_tokens, other_search, prompt_setting
 
 ASKED = ("adapter", *KEYWORDS)  # keywords by which a request asks for what no config can say
 # Keywords of generate() that are no fields of a config, and what serves instead.
@@ -68,6 +68,11 @@ def settings_of_config(
             f"continuous batching cannot search with num_beams={config.num_beams}; set it to 1, or use generate()"
         )
     refuse_clocks(model, config)
+    if (asked_for := other_search(config)) is not None:
+        raise UnsupportedError(
+            f"continuous batching chooses tokens by greedy search and sampling alone, and {asked_for}="
+            f"{getattr(config, asked_for)!r} asks for more; set it to None, or use generate()"
+        )
     config, limit = copy.copy(config), default_new_tokens(config, len(prompt))
     config.max_length = len(prompt) + limit
     read = list(sampling.pop("encoder_ids", ()) or prompt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import abc
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from ...cache.cached_sequence import CachedSequence
 from ...cache.hf import PagedCache
 from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.step import TokenRange
-from ...errors import UnsupportedError
+from ...errors import NoTokenError, NotRaggedError, UnsupportedError
 from ...undo.state import state_of
 from ..carried import Carried
 from ..prompt_inputs import PromptInputs, RequestInputs
@@ -145,7 +145,7 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
     while session.has_work:
         for progress in session.step():
             if progress.error is not None:
-                raise progress.error
+                _fail(call, progress.error)
             if call.streams is not None:
                 finished = progress.sequence.is_finished
                 call.streams.tokens(progress.sequence.index, progress.tokens, finished)
@@ -153,6 +153,14 @@ def _loop(call: LoopCall, session: Session, sequences: list[Sequence]) -> None:
             call.streams.flush()
     if call.streams is not None:
         call.streams.end()
+
+
+def _fail(call: LoopCall, error: BaseException) -> NoReturn:
+    """Raise the error of a row, or NotRaggedError where the greedy search of transformers has a token for it."""
+    streamed = call.streams is not None and call.streams.has_streamed
+    if isinstance(error, NoTokenError) and not (call.config.do_sample or streamed):
+        raise NotRaggedError("the scores of a token hold NaN or are all -inf") from error
+    raise error
 
 
 def _beginning(call: LoopCall, session: Session, sequences: list[Sequence]) -> CachedSequence | None:

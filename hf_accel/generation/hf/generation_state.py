@@ -291,10 +291,17 @@ class GenerationState:
         self.watch.declare()
 
     def require_idle(self, what: str) -> None:
-        """Raise UnsupportedError if an Engine runs the model. what: the change of the model, for the message."""
+        """Raise UnsupportedError if an Engine or a call of generate() runs the model.
+
+        what: the change of the model, for the message.
+        """
         for engine in list(self.engines):
             if engine.is_live:
                 raise UnsupportedError(f"{what} while {engine!r} runs the model; call engine.close() first")
+        alive = {thread.ident for thread in threading.enumerate()}  # a fork has the calls of its parent's threads too
+        states = [self] if self.inner is None else [self, self.inner]
+        if any(thread in alive for state in states for thread in list(state.calls)):
+            raise UnsupportedError(f"{what} while a call of generate() runs the model; do it when that has returned")
 
     @property
     def call(self) -> CallState | None:

@@ -17,7 +17,8 @@ from .vocabulary import check_ids
 # These fields of a GenerationConfig choose the tokens of a request and its end. Others have no meaning for it.
 SERVED = (
     "do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
-    "repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "suppress_tokens",
+    "repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size",
+    "watermarking_config", "sequence_bias", "bad_words_ids", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
     "remove_invalid_values", "renormalize_logits", "min_length", "min_new_tokens", "max_time", "eos_token_id",
     "num_beams",
@@ -179,3 +180,13 @@ def prompt_setting(config: Any) -> str | None:
     """Return the name of a setting of a GenerationConfig that reads what the encoder does, or else the prompt."""
     plain = {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
     return next((name for name, value in plain.items() if getattr(config, name, None) not in (None, value)), None)
+
+
+def other_search(config: Any) -> str | None:
+    """Return the name of a setting of a GenerationConfig that asks for more than greedy search, sampling and beams do;
+    None if there is none.
+    """
+    names: tuple[str, ...] = ("constraints", "force_words_ids", "dola_layers", "token_healing")
+    if not config.do_sample and config.top_k != 1:
+        names = (*names, "penalty_alpha")  # contrastive search; transformers' own default of top_k is 50
+    return next((name for name in names if getattr(config, name, None)), None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import HfAccelError, UnsupportedError
+from ...errors import HfAccelError, NoTokenError, UnsupportedError
 from ...kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ...tensors import HostCopy, is_remote
 from .processors import Processor, Temperature, TopKTopP
@@ -103,7 +103,7 @@ def processed_scores(sampling: Sampling, logits: Tensor, prefixes: list[Prefix])
 
 def _impossible(rows: list[bool], prefixes: list[Prefix]) -> dict[int, Exception]:
     return {
-        row: HfAccelError(
+        row: NoTokenError(
             f"no token can be chosen at position {len(prefixes[row])}: its processed scores hold NaN or are all -inf; "
             "look at the logits processors and at the model's dtype"
         )
