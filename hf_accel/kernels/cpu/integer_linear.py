@@ -161,14 +161,18 @@ def by_block(values: Tensor) -> Tensor:
 
 
 def by_output(values: Tensor, out_features: int) -> Tensor:
-    """Convert [blocks, groups, 64] to [out, groups]."""
-    return values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features].contiguous()
+    """Copy [blocks, groups, 64] to [out, groups]."""
+    rows = values.transpose(1, 2).reshape(-1, values.shape[1])[:out_features]
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def stored_scales(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the scales [out, groups] that `pack` was given. dtype: the dtype that they had."""
+    """Return a copy of the scales [out, groups] that `pack` was given. dtype: the dtype that they had.
+
+    A pickle for another process moves the numbers of its tensors, and native calls hold the address of these.
+    """
     if weight.scales.ndim == 1:
-        return weight.scales[: weight.out_features].to(dtype).unsqueeze(1)
+        return weight.scales[: weight.out_features].to(dtype, copy=True).unsqueeze(1)
     return by_output(weight.scales, weight.out_features)
 
 

@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_accel
+from hf_accel.kernels import cpu
+from hf_accel.linear import QuantLinear
 
 from ...parity.families import build, inputs
 
@@ -54,6 +56,29 @@ def test_each_tensor_has_a_file_of_its_own_until_the_child_runs(weights: str) ->
     assert starting.files
     assert len(set(starting.files)) == len(starting.files)
     assert all(os.fstat(file) for file in starting.files)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"bits": 8},
+    {"bits": 8, "group_size": 32},
+    {"bits": 4, "group_size": 32},
+    {"bits": 4, "group_size": 32, "symmetric": False},
+]
+
+
+@pytest.mark.skipif(cpu.refusal() is not None, reason="only native calls hold addresses")
+@pytest.mark.parametrize("weights", LAYOUTS, ids=str)
+def test_no_number_moves_whose_address_native_calls_hold(weights: dict[str, Any]) -> None:
+    """A pickle for another process moves its tensors to memory that both share, and their old memory is freed."""
+    model = hf_accel.patch(build("llama"), weights=weights)
+    before = generate(model)
+    ForkingPickler.dumps(model)
+    ForkingPickler.dumps(model.state_dict())
+    packed = [each._packed.weight for each in model.modules() if isinstance(each, QuantLinear)]
+    held = [tensor for each in packed for tensor in vars(each).values() if isinstance(tensor, torch.Tensor)]
+    assert len(held) >= 2 * len(packed) > 0
+    assert not any(tensor.is_shared() for tensor in held)
+    assert generate(model) == before
 
 
 @pytest.mark.long
