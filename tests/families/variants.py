@@ -22,6 +22,7 @@ WIDTHS = (40, 64, 72, 100)  # of feed-forwards: multiples of 4, as transformers'
 DTYPES = (torch.float16, *[torch.float32] * 3, torch.bfloat16, *[torch.float32] * 3)  # by the number of a variant
 SMALL_ROTATION = 16  # positions for which a rotation was trained
 LONG_ONLY = ("Phi3Config", "Phi4MultimodalConfig", "PhimoeConfig")  # which take this rotation, and the usual one
+SCANNING = {"mamba_d_state", "state_size", "ssm_state_size"}  # of configs whose layers scan over states
 MOVED = 0.7  # of the groups of fields are others than those of the tiny configuration
 Draw = random.Random
 Values = dict[str, Any]
@@ -213,6 +214,8 @@ class _Fields:
         return joint + [(name, self._one(name)) for name in free] + [("rotations", self._rotations)]
 
     def alternatives(self, name: str) -> tuple[Any, ...]:
+        if FREE.get(name) is ACTIVATIONS and self.names & SCANNING:
+            return ("silu",) * len(ACTIVATIONS) + ACTIVATIONS  # others go to transformers, which tells little
         if name in FREE:
             return FREE[name]
         if any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
@@ -348,7 +351,7 @@ class _Fields:
 
     def _period(self, values: Values, draw: Draw) -> Values:
         """Which layers attend, where a period says it."""
-        period = draw.choice((1, 2, 3))
+        period = draw.choice((1, 2, 2, 3, 3))
         count = values.get("num_hidden_layers", period)
         found = {"attn_layer_period": period, "attn_layer_offset": draw.randrange(min(period, count))}
         return found if found.keys() <= self.names else {}
