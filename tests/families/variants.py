@@ -214,8 +214,9 @@ class _Fields:
         return joint + [(name, self._one(name)) for name in free] + [("rotations", self._rotations)]
 
     def alternatives(self, name: str) -> tuple[Any, ...]:
-        if FREE.get(name) is ACTIVATIONS and self.names & SCANNING:
-            return ("silu",) * len(ACTIVATIONS) + ACTIVATIONS  # others go to transformers, which tells little
+        usual = "silu" if FREE.get(name) is ACTIVATIONS else False if name == "use_bias" else None
+        if usual is not None and self.names & SCANNING:  # what is not usual goes to transformers, which tells little
+            return (usual,) * 2 * len(FREE[name]) + FREE[name]
         if name in FREE:
             return FREE[name]
         if any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
