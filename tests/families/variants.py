@@ -23,6 +23,8 @@ DTYPES = (torch.float16, *[torch.float32] * 3, torch.bfloat16, *[torch.float32] 
 SMALL_ROTATION = 16  # positions for which a rotation was trained
 LONG_ONLY = ("Phi3Config", "Phi4MultimodalConfig", "PhimoeConfig")  # which take this rotation, and the usual one
 SCANNING = {"mamba_d_state", "state_size", "ssm_state_size"}  # of configs whose layers scan over states
+# Whose own cache changes what transformers writes: judged without it, where such a rotation would be another.
+OWN_CACHES = ("MiniMaxConfig",)
 MOVED = 0.7  # of the groups of fields are others than those of the tiny configuration
 Draw = random.Random
 Values = dict[str, Any]
@@ -100,7 +102,8 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "clip_qkv": (None, 1.0), "hidden_size_per_layer_input": (0, 8, 16),
     "swiglu_limit": (1.0, 7.0), "swiglu_alpha": (1.0, 1.702), "logit_scale": (0.0625, 1.0), "d_kv": (8, 16, 24),
     "attention_chunk_size": (7, 16, 32), "local_attention": (4, 6, 12), "index_topk": (2, 4, 8, 30),
-    "index_n_heads": (2, 24), "index_head_dim": (8, 16, 24),
+    # Of few heads all can be zero for many keys, of which transformers itself then chooses others behind padding.
+    "index_n_heads": (16, 24), "index_head_dim": (8, 16, 24),
     "qk_dim_factor": (0.5, 1.0), "gate_soft_cap": (5.0, 15.0), "output_logit_soft_cap": (5.0, 30.0),
     "logits_soft_cap": (2.0, 30.0), "rescale_every": (0, 1, 6), "pretraining_tp": (1, 2),
     "time_step_limit": ((0.0, float("inf")), (0.01, 0.1)), "no_rope_layer_interval": (1, 2),
@@ -403,7 +406,8 @@ class _Fields:
         if not isinstance(parameters, dict) or "max_position_embeddings" not in self.names:
             return {}  # of patches, which have another
         kinds = (ROTATIONS[0], CHANGING[1]) if type(self.default).__name__ in LONG_ONLY else ROTATIONS
-        kinds = CHANGING if kinds is ROTATIONS and draw.random() < 0.12 else kinds
+        if kinds is ROTATIONS and draw.random() < 0.12 and type(self.default).__name__ not in OWN_CACHES:
+            kinds = CHANGING
 
         def made(one: Values) -> Values:
             return _rotation(one, dict(draw.choice(kinds)), values, draw)
