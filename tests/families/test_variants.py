@@ -35,10 +35,22 @@ REACHED = {
     "DeepseekV3ForCausalLM": (
         "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
         "n_shared_experts", "first_k_dense_replace", "rope_interleave", "attention_bias", "routed_scaling_factor",
+        "hidden_size", "num_attention_heads",
     ),
-    "NemotronHForCausalLM": ("n_groups", "ssm_state_size", "conv_kernel", "mlp_hidden_act", "mamba_num_heads"),
+    "NemotronHForCausalLM": (
+        "n_groups", "ssm_state_size", "conv_kernel", "mlp_hidden_act", "mamba_num_heads", "layers_block_type",
+        "num_attention_heads", "moe_latent_size", "time_step_min",
+    ),
+    "RecurrentGemmaForCausalLM": ("block_types",),
+    "MambaForCausalLM": ("hidden_size",),
+    "BloomForCausalLM": ("n_head", "n_layer", "hidden_size"),
+    "BartForConditionalGeneration": ("encoder_layers", "decoder_layers"),
+    "Qwen3_5ForCausalLM": ("rope_parameters",),
+    "Qwen2VLForConditionalGeneration": ("rope_parameters",),
     "GraniteForCausalLM": ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
-    "Gemma4ForCausalLM": ("attention_k_eq_v", "enable_moe_block", "sliding_window", "rope_parameters"),
+    "Gemma4ForCausalLM": (
+        "attention_k_eq_v", "enable_moe_block", "sliding_window", "rope_parameters", "num_kv_shared_layers",
+    ),
     "FalconForCausalLM": ("multi_query", "new_decoder_architecture", "parallel_attn", "alibi"),
     "OPTForCausalLM": ("do_layer_norm_before", "word_embed_proj_dim", "enable_bias"),
     "MptForCausalLM": ("no_bias", "learned_pos_emb"),
@@ -69,6 +81,14 @@ def test_a_number_draws_the_same_again() -> None:
     first, second = build(one), build(one)
     assert first.config.to_dict() == second.config.to_dict()
     assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_factors_of_queries_by_position_stay() -> None:
+    """Prompts are longer than the positions from which they grow."""
+    found = [drawn(replace(family("Ministral3ForCausalLM"), variant=number)) for number in range(1, 5)]
+    rotations = [values["Ministral3Config"]["rope_parameters"] for values in found]
+    assert {rotation["llama_4_scaling_beta"] for rotation in rotations} <= {0.1, 0.5}
+    assert all(rotation["original_max_position_embeddings"] < 13 for rotation in rotations)
 
 
 def test_what_stock_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

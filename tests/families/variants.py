@@ -22,6 +22,9 @@ WIDTHS = (40, 64, 72, 100)  # of feed-forwards: multiples of 4, as transformers'
 DTYPES = (torch.float16, *[torch.float32] * 3, torch.bfloat16, *[torch.float32] * 3)  # by the number of a variant
 SMALL_ROTATION = 16  # positions for which a rotation was trained
 LONG_ONLY = ("Phi3Config", "Phi4MultimodalConfig", "PhimoeConfig")  # which take this rotation, and the usual one
+SCANNING = {"mamba_d_state", "state_size", "ssm_state_size"}  # of configs whose layers scan over states
+# Whose own cache changes what transformers writes: judged without it, where such a rotation would be another.
+OWN_CACHES = ("MiniMaxConfig",)
 MOVED = 0.7  # of the groups of fields are others than those of the tiny configuration
 Draw = random.Random
 Values = dict[str, Any]
@@ -33,7 +36,7 @@ ROTATIONS: tuple[Values, ...] = (
     {"rope_type": "linear", "factor": 2.0},
     YARN,
     YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.8},
-    YARN | {"mscale": 0.7, "mscale_all_dim": 1.2},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
     {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": SMALL_ROTATION,
@@ -52,7 +55,10 @@ CHANGING: tuple[Values, ...] = (
 FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("scale_embedding", "use_qk_norm", "qkv_bias", "use_bias", "bias"), (False, True)
 ) | dict.fromkeys(
-    ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act", "afn", "ff_activation"),
+    (
+        "hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act", "afn",
+        "ff_activation", "mamba_hidden_act", "projector_hidden_act",
+    ),
     ACTIVATIONS,
 ) | dict.fromkeys(
     (
@@ -80,6 +86,8 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
 ) | dict.fromkeys(  # Windows are of two tokens at least: for one, transformers' own cache keeps all tokens.
     ("sliding_window", "sliding_window_size", "attention_window_size", "window_size"), (2, 3, 5, 7, 12, 30)
 ) | {
+    "moe_latent_size": (None, 16, 40), "time_step_min": (0.001, 0.3), "time_step_max": (0.4, 1.0),
+    "altup_active_idx": (0, 1), "vision_feature_layer": (-1, -2),
     "*_multiplier": (1.0, 0.5, 1.7), "logits_scaling": (1.0, 0.5, 1.7), "mlp_multipliers": ([1.0, 1.0], [0.7, 1.3]),
     "ssm_multipliers": ([1.0] * 5, [0.5, 0.8, 1.1, 1.4, 0.9]), "attention_multiplier": (0.1, 0.25),
     "*rout*_scaling_factor": (1.0, 0.5, 1.7), "route_scale": (1.0, 0.5, 1.7),
@@ -91,10 +99,11 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "v_head_dim": (8, 16, 24), "linear_key_head_dim": (8, 16, 24), "linear_value_head_dim": (8, 16, 32),
     "feed_forward_proj": ("relu", "gated-gelu"),
     "relative_attention_max_distance": (8, 16, 40), "relative_attention_num_buckets": (4, 8, 12),
-    "clip_qkv": (None, 1.0), "num_kv_shared_layers": (0, 1, 2), "hidden_size_per_layer_input": (0, 8, 16),
+    "clip_qkv": (None, 1.0), "hidden_size_per_layer_input": (0, 8, 16),
     "swiglu_limit": (1.0, 7.0), "swiglu_alpha": (1.0, 1.702), "logit_scale": (0.0625, 1.0), "d_kv": (8, 16, 24),
-    "attention_chunk_size": (4, 7, 32), "local_attention": (4, 6, 12), "index_topk": (2, 4, 8, 30),
-    "index_n_heads": (2, 24), "index_head_dim": (8, 16, 24),
+    "attention_chunk_size": (7, 16, 32), "local_attention": (4, 6, 12), "index_topk": (2, 4, 8, 30),
+    # Of few heads all can be zero for many keys, of which transformers itself then chooses others behind padding.
+    "index_n_heads": (16, 24), "index_head_dim": (8, 16, 24),
     "qk_dim_factor": (0.5, 1.0), "gate_soft_cap": (5.0, 15.0), "output_logit_soft_cap": (5.0, 30.0),
     "logits_soft_cap": (2.0, 30.0), "rescale_every": (0, 1, 6), "pretraining_tp": (1, 2),
     "time_step_limit": ((0.0, float("inf")), (0.01, 0.1)), "no_rope_layer_interval": (1, 2),
@@ -115,7 +124,6 @@ FREE: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "hc_mult": (2, 4), "swa_head_dim": (8, 16, 24), "swa_v_head_dim": (8, 16), "global_head_dim": (8, 16, 32),
     "linear_head_dim": (8, 16, 24), "attention_k_eq_v": (False, True), "embedding_size": (32, 64),
     "attention_types": ([[["global", "local"], 1]], [[["local"], 2]], [[["local", "global"], 1]]),
-    "full_attn_idxs": ([0], [1], [0, 1]), "attn_layer_indices": ([0], [1], [0, 1]),
 }  # fmt: skip
 
 # Of training, of what a call returns, of how a kernel is chosen, or of what another model the class is for.
@@ -151,7 +159,7 @@ class Draws:
         values: Values = {}
         for name, make in fields.groups():
             group, draw = (kind.__name__, name), Draw(f"{kind.__name__} {name} {self.seed}")
-            if draw.random() >= MOVED and name not in ("heads", "layers"):
+            if draw.random() >= MOVED and name not in ("heads", "layers", "rotations"):
                 continue
             made = make(small | values, draw)
             if not made or all(name in small and small[name] == value for name, value in made.items()):
@@ -209,6 +217,9 @@ class _Fields:
         return joint + [(name, self._one(name)) for name in free] + [("rotations", self._rotations)]
 
     def alternatives(self, name: str) -> tuple[Any, ...]:
+        usual = "silu" if FREE.get(name) is ACTIVATIONS else False if name == "use_bias" else None
+        if usual is not None and self.names & SCANNING:  # what is not usual goes to transformers, which tells little
+            return (usual,) * 2 * len(FREE[name]) + FREE[name]
         if name in FREE:
             return FREE[name]
         if any(fnmatch.fnmatch(name, pattern) for pattern in NEVER):
@@ -227,8 +238,6 @@ class _Fields:
         value = self._value(name)
         if isinstance(value, list | tuple) != any(isinstance(one, list | tuple) for one in self.alternatives(name)):
             return value is None
-        if name == "num_kv_shared_layers" and not self.small.get("num_hidden_layers", 0) > 2:
-            return False
         return name not in ("final_logit_softcapping", "sliding_window") or hasattr(self.default, name)
 
     def _takes_none(self, name: str) -> bool:
@@ -256,12 +265,17 @@ class _Fields:
         """Heads, as many of keys as divide them, and the widths that follow from them."""
         names = self.names
         widths = [name for name in ("hidden_size", "n_embd", "d_model", "embed_dim") if name in names]
-        width = small.get(widths[0]) if widths else None
+        width = small.get(widths[0], self._value(widths[0])) if widths else None
         many = [n for n in ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads") if n in names]
+        if "expand" in names and "num_heads" in many:  # the heads of a scan
+            many.remove("num_heads")
         sides = [n for n in ("encoder_attention_heads", "decoder_attention_heads") if n in names]
-        if "kv_lora_rank" in small or not (many or sides) or not isinstance(width, int) or "expand" in names:
-            heads = draw.choice((2, 4)) if "kv_lora_rank" in small else None
-            return {} if heads is None else {"num_attention_heads": heads, "num_key_value_heads": heads}
+        if not isinstance(width, int):
+            return {}
+        if "kv_lora_rank" in small or not (many or sides):
+            heads = draw.choice((2, 3, 4, 6))
+            found = {"num_attention_heads": heads, "num_key_value_heads": heads} if "kv_lora_rank" in small else {}
+            return found if self.is_part else found | dict.fromkeys(widths, heads * draw.choice((8, 16, 24)))
         if self.is_part:
             heads = draw.choice((2, 4, 8))
         else:
@@ -272,7 +286,7 @@ class _Fields:
         if "lru_width" in names and not self.is_part:
             values["lru_width"] = width
         if "head_dim" in names and "head_dim" in small:
-            values["head_dim"] = draw.choice((8, 16, 24, 32))
+            values["head_dim"] = draw.choice((8, 12, 16, 24, 32))
         ratio = draw.choice([n for n in (1, 2, 3, 4, 8) if heads % n == 0])
         return values | dict.fromkeys(
             names & {"num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"}, heads // ratio
@@ -341,35 +355,49 @@ class _Fields:
 
     def _period(self, values: Values, draw: Draw) -> Values:
         """Which layers attend, where a period says it."""
-        period = draw.choice((1, 2, 3))
-        found = {"attn_layer_period": period, "attn_layer_offset": draw.randrange(period)}
+        period = draw.choice((1, 2, 2, 3, 3))
+        count = values.get("num_hidden_layers", period)
+        found = {"attn_layer_period": period, "attn_layer_offset": draw.randrange(min(period, count))}
         return found if found.keys() <= self.names else {}
 
     def _layers(self, small: Values, draw: Draw) -> Values:
         """Layers of the kinds that the family has, in any mix; as many as any, where nothing else is told for each."""
-        counts = [n for n in ("num_hidden_layers", "n_layer", "num_layers", "n_layers") if n in small]
-        if not counts:
+        names = self.names
+        named = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
+        counts = [n for n in named if n in names and isinstance(self._value(n), int)]
+        listed = {name for name in names & {"layer_types", "block_types", "layers_block_type"} if self._value(name)}
+        if not counts and not listed:
             return {}
-        count, names = small[counts[0]], self.names
-        listed = {n for n, v in small.items() if isinstance(v, list | tuple) and len(v) == count and n in names}
-        listed |= {"layer_types"} & names if self._value("layer_types") else set()
+        count = self._value(counts[0]) if counts else len(self._value(min(listed)))
+        listed |= {n for n, v in small.items() if isinstance(v, list | tuple) and len(v) == count and n in names}
         values: Values = {}
         is_fixed = self._value("num_kv_shared_layers") or any(map(_is_nested, small.values()))
         if not is_fixed and "per_layer_config" not in small:
             count = draw.choice((1, 2, 3, 3, 4))
             values |= dict.fromkeys(names & {*counts, "encoder_layers"}, count)
-            values |= dict.fromkeys(names & {"decoder_layers", "num_decoder_layers"}, draw.choice((1, 2, 3)))
+            # A T5 has a cache for no more layers than its encoder has.
+            values |= dict.fromkeys(names & {"decoder_layers", "num_decoder_layers"}, draw.randint(1, min(count, 3)))
             values |= dict.fromkeys(names & {"num_blocks"}, count)
         for name in sorted(listed):
             entries = _distinct(small.get(name) or self._value(name))
+            entries = ["dense", "sparse"] if name == "mlp_layer_types" and entries == ["sparse"] else entries
             values[name] = [draw.choice(entries) for _ in range(count)]
-            attending = [kind for kind in entries if str(kind).endswith("attention") and kind != "linear_attention"]
+            attending = [kind for kind in entries if str(kind).endswith(("attention", "hybrid"))]
+            attending = [kind for kind in attending if kind != "linear_attention"]
             if attending and not set(attending) & set(values[name]):  # as caches of states alone count no tokens
                 values[name][draw.randrange(count)] = draw.choice(attending)
         if "max_window_layers" in names:
             values["max_window_layers"] = draw.randrange(count + 1)
         for name in names & {"first_k_dense_replace", "num_dense_layers"}:
             values[name] = draw.randrange(count + 1)
+        for name in names & {"attn_layer_indices", "full_attn_idxs"}:
+            values[name] = sorted(draw.sample(range(count), draw.randint(1, count)))
+        if "num_kv_shared_layers" in names and "layer_types" in listed and count > 2:
+            shared = values["num_kv_shared_layers"] = draw.choice((0, 1, count - 2))
+            own = values["layer_types"][: count - shared]  # of the same kinds as those behind them
+            kinds = _distinct(own)[: shared or None]
+            behind = (kinds + draw.choices(kinds, k=shared))[:shared]
+            values["layer_types"] = [kind if kind in kinds else kinds[0] for kind in own] + behind
         return values
 
     def _rotations(self, values: Values, draw: Draw) -> Values:
@@ -378,16 +406,15 @@ class _Fields:
         if not isinstance(parameters, dict) or "max_position_embeddings" not in self.names:
             return {}  # of patches, which have another
         kinds = (ROTATIONS[0], CHANGING[1]) if type(self.default).__name__ in LONG_ONLY else ROTATIONS
-        kinds = CHANGING if kinds is ROTATIONS and draw.random() < 0.12 else kinds
+        if kinds is ROTATIONS and draw.random() < 0.12 and type(self.default).__name__ not in OWN_CACHES:
+            kinds = CHANGING
 
         def made(one: Values) -> Values:
             return _rotation(one, dict(draw.choice(kinds)), values, draw)
 
-        if "rope_theta" in parameters and "mrope_section" not in parameters:
+        if "rope_theta" in parameters:
             found = made(parameters)
         elif parameters and all(isinstance(one, dict) and "rope_theta" in one for one in parameters.values()):
-            if any("mrope_section" in one for one in parameters.values()):
-                return {}
             found = {name: made(one) for name, one in parameters.items()}
         else:
             return {}
@@ -429,9 +456,20 @@ def _rotation(parameters: Values, chosen: Values, values: Values, draw: Draw) ->
     part = parameters.get("partial_rotary_factor")
     if parameters.get("rope_type") in ("proportional", "axial"):
         return parameters | {"rope_theta": draw.choice((100.0, 1e4))}
-    kept = {}
+    kept: Values = {}
     if part is not None:
-        kept["partial_rotary_factor"] = part = draw.choice((0.25, 0.5, 0.75, 1.0))
+        fitting = [part for part in (0.25, 0.5, 0.75, 1.0) if int(size * part) % 2 == 0]
+        if values.get("kv_lora_rank"):
+            fitting = [values["qk_rope_head_dim"] / (values["qk_rope_head_dim"] + values["qk_nope_head_dim"])]
+        kept["partial_rotary_factor"] = part = draw.choice(fitting)
+    if "llama_4_scaling_beta" in parameters:  # queries grow with their positions
+        kept["llama_4_scaling_beta"] = draw.choice((0.1, 0.5))
+        kept["original_max_position_embeddings"] = SMALL_ROTATION // 4
+    if "mrope_section" in parameters:  # of the rotated halves: time, height and width
+        half = int(size * (part or 1.0)) // 2
+        side = draw.randint(0, half // 3)
+        sections = [half - 2 * side, side, side]
+        return parameters | kept | {"rope_theta": draw.choice((100.0, 1e4)), "mrope_section": sections}
     if chosen["rope_type"] == "longrope":
         half = int(size * (part or 1.0)) // 2
         chosen["short_factor"] = [round(draw.uniform(0.8, 2), 2) for _ in range(half)]
