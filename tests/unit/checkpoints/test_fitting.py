@@ -111,6 +111,7 @@ def held(model: PreTrainedModel) -> int:
 # -- what is chosen --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", range(len(WAYS)), ids=[str(way) for way in WAYS])
 @pytest.mark.parametrize("kind", ["folder", "tied"])
 def test_the_first_that_fits(kind: str, place: int, request: pytest.FixtureRequest) -> None:
@@ -330,6 +331,7 @@ def test_windows_hold_less(tmp_path: Path) -> None:
 # -- errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("taken", [0, 50_000_000])
 @pytest.mark.parametrize("keywords", [{}, {"cache": {"max_tokens": 1024}}, {"weights": "int8"}], ids=str)
 def test_the_least_that_an_error_names_does(

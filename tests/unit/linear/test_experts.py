@@ -162,6 +162,7 @@ def test_unpatch_gives_back_every_bit(name):
     assert list(model.modules()) == modules
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -18,6 +18,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear.nf4 import has_fused_kernel, is_nf4
 from hf_accel.verify.references import quantized_reference, widened
+from tests.selection import some_long
 
 from ...devices import without_fused_nf4
 from ...parity.families import DECODER, FAMILIES, build, inputs
@@ -74,7 +75,7 @@ def test_the_layers_are_those_made_by_hand(family: str, dtype: torch.dtype) -> N
             assert bits(layer(given)) == bits(expected(given))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_long(FAMILIES, "qwen2", "mistral"))
 def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) -> None:
     stock = build(family)
     stock.save_pretrained(tmp_path)
@@ -95,6 +96,7 @@ def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) ->
     assert torch.equal(generate(loaded), tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", ["auto", True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_undo(family: str, keep: Any, tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def wrong_position(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(shift, with_kwargs=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("break_it", [perturbed_weight, wrong_position])
 def test_defects_are_beyond_rounding(break_it: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> None:
