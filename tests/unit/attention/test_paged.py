@@ -167,6 +167,7 @@ def test_every_key_is_seen_where_attention_is_not_causal(backend: AttentionBacke
         assert_close(case.run(backend, causal=False), case.expected(causal=False)[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stored", [None, torch.int8, INT4], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("by_distance", [False, True])

@@ -246,6 +246,7 @@ def test_bits_are_mixed_by_calibration(folder: Path) -> None:
 # -- what is loaded ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["folder", "tied"])
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.35])
 def test_what_is_loaded_needs_no_more(kind: str, share: float, request: pytest.FixtureRequest) -> None:

@@ -18,11 +18,11 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear.nf4 import has_fused_kernel, is_nf4
 from hf_accel.verify.references import quantized_reference, widened
-from tests.selection import some_long
 
 from ...devices import without_fused_nf4
 from ...parity.families import DECODER, FAMILIES, build, inputs
 from ...parity.snapshot import bits, logits, snapshot
+from ...selection import some_long
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 HAS_FUSED_KERNEL = has_fused_kernel()
