@@ -5,6 +5,7 @@ values at once takes `@pytest.mark.covering(3)`; where the parameters have nothi
 `@pytest.mark.covering(1)` says that each value in one test will do. A machine may have to skip all tests of an
 instruction set or of a backend: so those of each are chosen by themselves. Instruction sets are one code: with that
 which this machine takes all values meet as said; any other is one of the values. What is not chosen is marked `long`.
+So is, by `some_long`, a kind that goes through the same code as another one.
 """
 
 from __future__ import annotations
