@@ -5,6 +5,7 @@ values at once takes `@pytest.mark.covering(3)`; where the parameters have nothi
 `@pytest.mark.covering(1)` says that each value in one test will do. A machine may have to skip all tests of an
 instruction set or of a backend: so those of each are chosen by themselves. Instruction sets are one code: with that
 which this machine takes all values meet as said; any other is one of the values. What is not chosen is marked `long`.
+So is, by `some_long`, a kind that goes through the same code as another one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hf_accel.kernels import cpu
 
 STRENGTH = 2  # how many values meet
 LEVEL, BACKEND = "isa", "backend"  # parameters of which a machine may have to skip values
+CASE = type(pytest.param())
 Row = tuple[int, ...]  # the place of the value of each parameter among its values
 
 
@@ -95,6 +97,21 @@ def covering(rows: list[Row], strength: int) -> set[int]:
         taken.update(enumerate(rows[best]))
         left -= wanted[best]
     return chosen
+
+
+def some_long(values: Iterable[Any], *names: Any) -> list[Any]:
+    """Return the values of a parameter, of which those in `names` are behind the mark `long`.
+
+    They are what goes through the same code as others of the values; a covering selection cannot tell them.
+    """
+    cases = [value if isinstance(value, CASE) else pytest.param(value) for value in values]
+    known = [case.values[0] for case in cases]
+    assert all(name in known for name in names), f"not all of {names} are values"
+    long = pytest.mark.long
+    return [
+        pytest.param(*case.values, marks=[*case.marks, long], id=case.id) if case.values[0] in names else case
+        for case in cases
+    ]
 
 
 def seeds(now: int, most: int) -> list[Any]:

@@ -177,7 +177,7 @@ TABLES = {  # topic -> rows of each of its tables
 # What takes longest, and whose numbers no other test looks at.
 LONG = (
     "methods", "small_model", "weight_formats", "kinds", "tiles", "http_load", "students", "student_speed", "ablation",
-    "drafts",
+    "drafts", "structured",
 )  # fmt: skip
 SHORT = tuple(topic for topic in run.TOPICS if topic not in LONG)
 PARTS = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)]

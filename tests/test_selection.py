@@ -10,7 +10,7 @@ import pytest
 
 from hf_accel.kernels import cpu
 
-from .selection import chosen_of, covering, seeds
+from .selection import chosen_of, covering, seeds, some_long
 
 
 def combined(rows: list[tuple[int, ...]], strength: int) -> set[Any]:
@@ -92,3 +92,13 @@ def test_seeds_that_wait() -> None:
     assert [(each.values, [mark.name for mark in each.marks]) for each in waiting] == [
         ((seed,), ["long"]) for seed in (2, 3, 4)
     ]
+
+
+def test_named_values_are_long_and_keep_their_marks() -> None:
+    skipped = pytest.param("b", 2, marks=pytest.mark.skip, id="two")
+    first, second, third = some_long(["a", skipped, "c"], "b", "c")
+    assert (first.values, first.marks) == (("a",), ())
+    assert second.values == ("b", 2) and second.id == "two"
+    assert [mark.name for mark in second.marks] == ["skip", "long"] and [mark.name for mark in third.marks] == ["long"]
+    with pytest.raises(AssertionError, match="are values"):
+        some_long(["a"], "b")

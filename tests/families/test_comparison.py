@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..selection import some_long
 from .comparison import StockCannot, Text, Wrong, forward, generate, given, same_logits, wider
 from .configs import tiny_config
 from .inputs import prompts
@@ -122,14 +123,14 @@ def test_tokens_are_the_same_if_rounded_otherwise(dtype: torch.dtype, settings: 
         text.same(written(damaged(dtype), **settings))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", some_long(DTYPES, torch.float32, torch.float16))
 def test_tokens_of_other_draws_are_not_the_same(dtype: torch.dtype) -> None:
     text = Text(stock(dtype), inputs(), max_new_tokens=NEW_TOKENS, **SAMPLED)
     with pytest.raises(Wrong, match="of a wider dtype"):
         text.same(written(stock(dtype), seed=1, **SAMPLED))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", some_long(DTYPES, torch.float32, torch.float16))
 def test_beams_have_the_scores_of_their_tokens(dtype: torch.dtype) -> None:
     settings = {"num_beams": 3, "num_return_sequences": 2}
     text = Text(stock(dtype), inputs(), **settings)

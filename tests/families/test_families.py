@@ -12,13 +12,13 @@ from .models import Family, families
 
 RAGGED = ("greedy", "sampling", "prompt lookup", "assistant", "cache asked for", "int8 greedy")
 FAST = {  # and what must stay on hf_accel's own path
-    Family("causal", "llama", "LlamaForCausalLM"): RAGGED,
     Family("vision", "llava", "LlavaForConditionalGeneration"): ("forward", *RAGGED),
     Family("seq2seq", "t5", "T5ForConditionalGeneration"): ("int8 forward",),
     Family("encoder", "bert", "BertForMaskedLM"): ("forward", "int8 forward"),
 }
 MORE = dict.fromkeys(  # which tests/parity compares in much the same ways
     [
+        Family("causal", "llama", "LlamaForCausalLM"),  # LLaVA's decoder
         Family("causal", "gpt2", "GPT2LMHeadModel"),
         Family("causal", "gemma2", "Gemma2ForCausalLM"),
         Family("causal", "qwen2", "Qwen2ForCausalLM"),

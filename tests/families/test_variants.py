@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from ..selection import some_long
 from .features import FAULTS, outcomes
 from .models import _config, build, drawn, enliven, family
 from .variants import Draws, Group, largest_fitting
@@ -60,7 +61,7 @@ REACHED = {
 @pytest.mark.parametrize(("name", "fields"), REACHED.items(), ids=list(REACHED))
 def test_fields_take_several_values(name: str, fields: tuple[str, ...]) -> None:
     found: dict[str, set[str]] = {field: set() for field in fields}
-    for number in range(1, 40):
+    for number in range(1, 25):
         draws = Draws(number)
         _config_or_none(name, draws)
         for values in draws.values.values():
@@ -134,7 +135,10 @@ def test_buffers_that_are_not_saved_stay() -> None:
     assert not model.kept.any()
 
 
-@pytest.mark.parametrize(("name", "number"), SHORT)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    some_long([pytest.param(*case) for case in SHORT], "DeepseekV3ForCausalLM", "NemotronHForCausalLM"),
+)  # of which tests/parity/test_programmes.py plays requests
 def test_a_drawn_configuration_answers_as_stock(name: str, number: int) -> None:
     _answers_as_stock(name, number)
 

@@ -279,6 +279,7 @@ def of_rows(ids: Tensor, model: Any, **more: Any) -> Tensor:
     return model.generate(input_ids=ids, adapter_names=NAMES, **given)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:generate.. runs transformers. own loop:hf_accel.HfAccelWarning")
 @pytest.mark.parametrize("speculative", [None, "ngram"])
 @pytest.mark.parametrize("alike", [True, False], ids=["equal prompts", "other prompts"])

@@ -18,7 +18,7 @@ from hf_accel.attention.hf.mask import CausalMask, as_known, chunk_of
 from hf_accel.cache.kinds.chunks import chunks_of
 from hf_accel.fused.hf.counted_positions import CountedAttention
 
-from ..selection import seeds
+from ..selection import seeds, some_long
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -50,7 +50,9 @@ def model_of(**other: Any) -> Any:
         return Llama4ForCausalLM(Llama4TextConfig(**SIZES | other)).eval()
 
 
-@pytest.mark.parametrize(("chunk", "block"), [(16, 16), (8, 4), (12, 3), (64, 16)])
+@pytest.mark.parametrize(
+    ("chunk", "block"), some_long([pytest.param(*each) for each in [(16, 16), (8, 4), (12, 3), (64, 16)]], 8, 64)
+)
 def test_requests_together_give_the_tokens_of_each_alone(chunk: int, block: int) -> None:
     model = model_of(attention_chunk_size=chunk)
     expected = [alone(model, prompt) for prompt in PROMPTS]

@@ -143,6 +143,7 @@ def test_a_seed_gives_the_same_sample_with_drafts(model: Any, tokenizer: Any, dr
         jsonschema.validate(json.loads(text or ""), SCHEMA)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize(
     "more", [{}, {"speculative": "ngram"}, {"return_dict_in_generate": True, "output_scores": True}]

@@ -77,6 +77,7 @@ def test_beams_and_their_copies(settings: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right", "gaps"])
 @pytest.mark.parametrize("cuts", [[40], [1, 39], [7, 1, 1, 31], [2] * 20])
 def test_passes_over_a_paged_cache(side: str, cuts: list[int]) -> None:

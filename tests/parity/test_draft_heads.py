@@ -23,6 +23,7 @@ from hf_accel.generation.speculation.drafters.model import MAX_CHUNK
 from hf_accel.generation.speculation.drafters.target_states import BRANCHES, CALLS_TO_KNOW, HeadDrafter
 from hf_accel.generation.speculation.verifiers import noise
 
+from ..selection import some_long
 from .families import VOCABULARY, build
 from .speculating import answers, by_engine, by_generate, head, requests, target
 
@@ -73,7 +74,7 @@ def checked_drafts(monkeypatch: pytest.MonkeyPatch, family: str, made: DraftHead
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", some_long(["llama", "mistral", "gpt2", "gemma2"], "mistral", "gpt2"))
 @pytest.mark.parametrize("tokens", [None, range(3, VOCABULARY, 2)])
 def test_drafts_are_what_the_head_says(family: str, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After accepted and rejected drafts, in a batch, with prompts of which a part is in the pages already."""
@@ -343,7 +344,7 @@ def test_a_new_head_has_weights_of_its_own(family: str) -> None:
             assert different is None or torch.isclose(own, different).float().mean() < 0.1
 
 
-@pytest.mark.parametrize("head_tokens", [None, VOCABULARY // 2])
+@pytest.mark.parametrize("head_tokens", some_long([None, VOCABULARY // 2], None))
 def test_a_head_learns_what_its_target_writes(head_tokens: int | None) -> None:
     model = build("llama")
     rows = torch.randint(1, VOCABULARY, (120, 24), generator=torch.Generator().manual_seed(1)).tolist()
@@ -357,7 +358,10 @@ def test_a_head_learns_what_its_target_writes(head_tokens: int | None) -> None:
         counts = torch.bincount(torch.tensor(rows[:-12]).flatten(), minlength=VOCABULARY)
         assert made.draft.known is not None and len(made.draft.known) == head_tokens
         assert counts[made.draft.known].min() >= counts.sort(descending=True).values[head_tokens - 1]
-        return
+
+
+def test_settings_that_a_head_does_not_take() -> None:
+    model, rows = build("llama"), [[1, 2, 3]] * 8
     with pytest.raises(UnsupportedError, match="leave num_layers out"):
         hf_accel.distill_draft(model, rows, kind="eagle", num_layers=1)
     with pytest.raises(UnsupportedError, match="leave head_tokens= out"):

@@ -35,6 +35,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     assert (got.double() - expected.double()).norm() <= ROUNDING[got.dtype] * expected.double().norm()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["paged", None])
 @pytest.mark.parametrize("autocast", [BF16, F16], ids=str)
 @pytest.mark.parametrize(("family", "dtype"), [("llama", F32), ("llama", BF16), ("mistral", F32), ("gpt2", F32)])

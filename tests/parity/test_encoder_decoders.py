@@ -32,7 +32,7 @@ from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED, state_of
 
-from ..selection import seeds
+from ..selection import seeds, some_long
 from .families import VOCABULARY
 from .older import IS_OLDER, check_loop, skip_older_code
 from .snapshot import snapshot
@@ -172,7 +172,7 @@ def stocks_answers(kind: str, count: int) -> list[list[int]]:
     return [alone(model, row, count) for row in prompts()]
 
 
-@pytest.mark.parametrize("kind", TEXT)
+@pytest.mark.parametrize("kind", some_long(TEXT, "Marian", "MBart", "Pegasus", "Mvp", "UMT5"))  # as Bart, and as T5
 def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     model, rows = model_of(kind), prompts()
     batch = padded(rows)
@@ -373,6 +373,7 @@ def test_experts_that_leave_out_tokens_by_other_tokens_stay_stock() -> None:
     assert "leave out tokens by what other tokens" in (decoder_refusal(model) or "")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["Bart", "Whisper"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_dict_holds_what_stocks_does_but_the_cache(kind: str, beams: int) -> None:

@@ -212,6 +212,7 @@ def test_every_instruction_set_computes_layers(family: str, level: str) -> None:
         same(found, stock(**given), given["attention_mask"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "RobertaPreLayerNorm"])
 @torch.no_grad()
@@ -710,6 +711,7 @@ def test_frames_of_padding_keep_their_numbers() -> None:
     torch.testing.assert_close(model(sound, attention_mask=mask).logits, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize(
     "family", ["ViT", "DeiT", "CLIPVision", "SiglipVision", "Dinov2", "Dinov2WithRegisters", "Beit"]

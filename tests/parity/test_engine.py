@@ -20,6 +20,7 @@ from torch import Tensor
 import hf_accel
 from hf_accel import Engine, HfAccelError, OutOfBlocksError, UnsupportedError
 
+from ..selection import some_long
 from .families import VOCABULARY, build
 from .letters import letters, text_of
 from .speculating import answers, requests, speculative, stock, target
@@ -231,6 +232,7 @@ class Faulty:
         return self.runner(ids, *rest)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", [1, 2, 7])
 @pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["plain", "drafts"])
 def test_a_pass_that_fails_once_is_computed_again(drafts: Any, call: int) -> None:
@@ -514,7 +516,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
             assert "max_tokens" not in settings or engine.stats["preemptions"] > 0
 
 
-@pytest.mark.parametrize("drafter", ["near model", "self-int4", "free cascade"])
+@pytest.mark.parametrize("drafter", some_long(["near model", "self-int4", "free cascade"], "self-int4"))
 def test_seeded_tokens_do_not_depend_on_drafter_company_or_preemption(drafter: str) -> None:
     reference = speculative("random", "llama", 1, verify="seeded")
     with Engine(target("llama"), speculative=reference) as engine:

@@ -52,6 +52,7 @@ def assert_tokens_equal(stock: PreTrainedModel, patched: PreTrainedModel, layout
     assert torch.equal(actual.sequences, expected.sequences)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -84,6 +84,7 @@ def blocks(cache: hf_accel.PagedCache) -> int:
     return sum(group.pool.num_used for group in cache.pages.groups)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", CAUSES, ids=repr)
 @pytest.mark.parametrize("kind", [Streamer, Processor, Criterion, OwnDrafter])
 def test_an_error_of_the_users_reaches_the_caller(kind: type, error: BaseException) -> None:

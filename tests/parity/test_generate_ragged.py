@@ -41,6 +41,7 @@ def assert_equal(layout: str = "left", ours: dict[str, Any] | None = None, **set
 # -- speculation, as transformers spells it ------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["single", "left"])
 @pytest.mark.parametrize("settings", [{}, {"eos_token_id": ENDS}, {"repetition_penalty": 1.5}], ids=str)
 def test_assistants_at_any_batch_size(layout: str, settings: dict[str, Any]) -> None:
@@ -81,6 +82,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SAMPLING.values(), ids=SAMPLING)
 @pytest.mark.parametrize("layout", ["single", "left"])
 def test_torchs_seed_gives_stocks_samples(layout: str, settings: dict[str, Any]) -> None:

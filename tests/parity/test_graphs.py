@@ -23,6 +23,7 @@ from hf_accel.generation.speculation import costs
 from hf_accel.generation.speculation.controller import Controller
 from hf_accel.generation.speculation.drafters import model as drafting
 
+from ..selection import some_long
 from ..unit.generation.tape import TapeMaker, install
 from .families import FAMILIES, build
 from .speculating import answers, by_engine, by_generate, by_generate_batch, near, requests
@@ -87,7 +88,7 @@ def test_statistics() -> None:
     assert found["ahead"] == {"launched": NEW_TOKENS - 1, "unused": 0, "failed": {}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_long(FAMILIES, "qwen2", "mistral"))
 def test_prompts_that_are_met_again(family: str, makers: list[TapeMaker]) -> None:
     """The first one of a shape runs as its graph will, the second is captured, others of that shape are replayed."""
     model, captured = patched(family), []
@@ -129,7 +130,7 @@ def test_prompts_that_cannot_be_captured(makers: list[TapeMaker], monkeypatch: p
     assert found["eager"] == {"a capture failed: reads a number on the host": 1} and found["replays"] == NEW_TOKENS - 1
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "self-int4", "near model", "two"])
+@pytest.mark.parametrize("drafter", some_long(["ngram", "self-int4", "near model", "two"], "self-int4"))
 def test_verification(drafter: str, makers: list[TapeMaker]) -> None:
     """Sequences of a pass have drafts of different lengths. Draft models have graphs of their own."""
     model = patched()

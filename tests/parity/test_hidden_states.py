@@ -21,6 +21,8 @@ import hf_accel
 from hf_accel import SpeculativeConfig, UnsupportedError
 from hf_accel.generation.speculation.drafters.hidden_states import HiddenStatesDrafter
 
+from ..selection import some_long
+
 transformers_drafts = pytest.importorskip("transformers.generation.candidate_generator")
 layers = pytest.importorskip("transformers.modeling_layers")
 if not hasattr(layers, "MtpModel") or not hasattr(transformers_drafts, "DFlashTokenCandidateGenerator"):
@@ -139,7 +141,7 @@ def test_drafts_and_tokens_are_those_of_stock(kind: str, columns: int, monkeypat
     assert hf_accel.stats(model)["loop"] == "ragged"
 
 
-@pytest.mark.parametrize("kind", ["3 layers", "blocks"])
+@pytest.mark.parametrize("kind", some_long(["3 layers", "blocks"], "3 layers"))
 def test_rows_with_padding_and_samples(kind: str) -> None:
     """Transformers drafts for one row alone."""
     stock, model, _, config = made(kind)
@@ -156,7 +158,7 @@ def test_rows_with_padding_and_samples(kind: str) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", ["3 layers", "blocks"])
+@pytest.mark.parametrize("kind", some_long(["3 layers", "blocks"], "3 layers"))
 def test_requests_that_share_prefixes_and_wait_for_room(kind: str) -> None:
     """States of a shared prefix are not computed again, and those of a preempted request are."""
     stock, model, _, config = made(kind)
@@ -171,7 +173,7 @@ def test_requests_that_share_prefixes_and_wait_for_room(kind: str) -> None:
     assert speculation["drafted"] > 0
 
 
-@pytest.mark.parametrize("kind", ["3 layers", "blocks"])
+@pytest.mark.parametrize("kind", some_long(["3 layers", "blocks"], "blocks"))
 def test_prompts_of_few_tokens(kind: str) -> None:
     """There are fewer tokens than layers; transformers raises an error then."""
     stock, model, _, config = made(kind)

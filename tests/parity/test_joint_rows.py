@@ -85,6 +85,7 @@ CALLS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["left", "none"])
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_and_what_processors_see_are_those_of_stock(layout: str, name: str) -> None:
@@ -195,6 +196,7 @@ KEEP_STATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", KEEP_STATES)
 def test_processors_that_depend_on_their_earlier_calls(name: str, rows: int) -> None:

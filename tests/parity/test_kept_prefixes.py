@@ -26,6 +26,7 @@ from hf_accel.generation.hf.model_identity import ModelIdentity
 from hf_accel.generation.request_settings import RequestSettings
 from hf_accel.undo.state import state_of
 
+from ..selection import some_long
 from .families import DECODER, build, prompts
 from .test_compressed import model_of
 from .test_shared_prefixes import MODELS, NEEDS_KERNELS, STATES
@@ -57,7 +58,10 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if BLOCK_FILE.fullmatch(path.name))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind",
+    some_long([pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in KINDS], "zamba", "full"),
+)
 def test_a_later_process_goes_on_behind_what_was_kept(kind: str, tmp_path: Path) -> None:
     size = 16 if kind == "mamba2" else BLOCK  # no layer of which has keys and values
     ids = [PROMPT, OTHERS[0]]

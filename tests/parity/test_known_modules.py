@@ -46,6 +46,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pr
     return made(family, SIZES | FAMILIES[family] | changes, dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

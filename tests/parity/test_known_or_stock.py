@@ -154,6 +154,7 @@ def test_a_cache_that_others_make_for_all_models_from_now_on(monkeypatch: pytest
     assert tokens(model).equal(tokens(build("llama")))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:generate\\(\\) :hf_accel.HfAccelWarning")
 @pytest.mark.parametrize(
     ("layout", "settings"),

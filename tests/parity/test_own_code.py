@@ -36,6 +36,7 @@ from hf_accel.cache.hf.cache_argument import CACHE_NAME
 from hf_accel.kernels.cpu import refusal
 from hf_accel.patching.sequence_survey import own_code
 
+from ..selection import some_long
 from .families import VOCABULARY
 from .snapshot import snapshot
 from .together import (
@@ -131,7 +132,7 @@ def model_of(kind: str) -> Any:
     return KINDS[kind]().eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_long(KINDS, "qwen"))
 def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     """Alone, together with others, in padded rows, and over a cache that goes back and is copied."""
     model, prompts = model_of(kind), [PROMPTS[0][:13], PROMPTS[1][:4], PROMPTS[2][:9]]

@@ -199,6 +199,7 @@ def test_a_forward_that_is_replaced_on_a_class(changing: tuple[PreTrainedModel, 
     assert ours.can_generate() or calls["layers"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family, kind", [("Bert", "BertLMHeadModel"), ("Roberta", "RobertaForCausalLM")])
 @torch.no_grad()

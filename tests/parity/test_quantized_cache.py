@@ -24,6 +24,7 @@ def pair(family: str, dtype: KVDtype) -> tuple[PreTrainedModel, PreTrainedModel]
     return build(family), hf_accel.patch(build(family), weights=None, cache=settings)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["single", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_lose_little(family: str, layout: str, dtype: KVDtype) -> None:
@@ -50,6 +51,7 @@ def test_chunking_changes_nothing(family: str, layout: str, dtype: KVDtype) -> N
         assert torch.equal(patched.generate(**inputs(layout), **settings, prefill_chunk_size=size), whole)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes(family: str, dtype: KVDtype) -> None:
     """D + 4 bytes a token and head, a float32 scale with D integers, or D / 2 + 8, against 4 * D."""

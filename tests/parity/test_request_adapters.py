@@ -133,6 +133,7 @@ def test_without_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(folder, model, ids, token_budget=None)[0] == expected(folder, None, ids)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("own", [None, "few"])
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_rows_keep_their_bits_next_to_other_adapters(folder: Path, weights: Any, own: str | None) -> None:

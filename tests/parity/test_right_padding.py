@@ -46,6 +46,7 @@ def loop(model: Any) -> str:
     return str(hf_accel.stats(model)["loop"])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [LLAMA, GPT, LEARNED])
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}], ids=str)
 def test_tokens_are_those_of_stock(name: str, settings: dict[str, Any]) -> None:
@@ -104,6 +105,7 @@ def padded_by_more_than_a_window() -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "DogeForCausalLM", "MistralLarge4ForConditionalGeneration"])
 def test_padding_that_is_read_stays_in_transformers_cache(name: str, settings: dict[str, Any]) -> None:

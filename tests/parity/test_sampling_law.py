@@ -181,7 +181,8 @@ def config_of(drafter: str, verify: Any, num_draft: int = 3) -> SpeculativeConfi
 
 
 @pytest.mark.parametrize(
-    ("drafter", "verify", "way"), [("model", "token", "penalty"), ("self-int4", "block", "top-p")]
+    ("drafter", "verify", "way"),
+    [pytest.param("model", "token", "penalty", marks=pytest.mark.long), ("self-int4", "block", "top-p")],
 )
 def test_the_law_of_three_tokens(drafter: str, verify: str, way: str) -> None:
     drawn = by_engine(4000, [0, 1], config_of(drafter, verify), WAYS[way])

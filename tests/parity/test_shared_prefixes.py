@@ -16,6 +16,7 @@ from hf_accel import CacheConfig, Engine, PagedCache, SpeculativeConfig
 from hf_accel.cache.hf.cache_argument import cache_name
 from hf_accel.kernels.cpu import refusal
 
+from ..selection import some_long
 from .families import DECODER, VOCABULARY, WINDOW, build
 from .recurrent_models import LAYERS, gated_unit_of, state_space_of
 from .speculating import OracleDrafter
@@ -68,9 +69,10 @@ MODELS = {
     "gated units": lambda: gated_unit_of(("recurrent", "attention"), tokens=4, window=200),
 }
 KINDS = [pytest.param(kind, marks=NEEDS_KERNELS if kind in STATES else ()) for kind in MODELS]
+AS_OTHERS = ("windows alone", "zamba")  # as "windows and full", and as the other state spaces
 # In turns one beam and two. With beams, transformers leaves some states behind when beams change places; pages do not.
 GIVEN_AGAIN = [
-    pytest.param(kind, beams, marks=[*case.marks, *([] if beams == now else [pytest.mark.long])])
+    pytest.param(kind, beams, marks=[*case.marks, *[pytest.mark.long] * (beams != now or kind in AS_OTHERS)])
     for place, case in enumerate(KINDS)
     for kind in case.values
     for now in [1 if kind in STAYS_WITH_ROW else 1 + place % 2]
@@ -78,6 +80,7 @@ GIVEN_AGAIN = [
 ]
 
 ALONE = "mamba2"  # keeps states alone, so that nothing says where prompts part
+WITH_KEYS = [kind for kind in KINDS if ALONE not in kind.values]
 # test_programmes plays requests of these, or of the same kind of state
 PLAYED = ("windows and full", "convolutions", "states", "falcon_h1", "gated units")
 
@@ -92,7 +95,7 @@ def chats(seed: int, count: int = 6) -> list[list[int]]:
     return turns + [turn + [numbers.randrange(1, VOCABULARY) for _ in range(numbers.randint(1, 30))] for turn in turns]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if ALONE not in kind.values])
+@pytest.mark.parametrize("kind", some_long(WITH_KEYS, *AS_OTHERS))
 def test_later_requests_go_on_behind_what_others_have_computed(kind: str) -> None:
     model = MODELS[kind]()
     prompts = chats(0)

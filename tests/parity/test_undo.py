@@ -30,6 +30,7 @@ def generate(model: PreTrainedModel, **settings: Any) -> Any:
     return model.generate(**inputs("left"), **{"max_new_tokens": 4, "do_sample": False} | settings)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_is_back_twice(family: str, weights: str) -> None:
@@ -190,6 +191,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "call"), POINTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_exception_in_the_middle_of_patch(family: str, name: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:

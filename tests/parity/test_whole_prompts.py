@@ -64,6 +64,7 @@ def test_requests_together_give_the_tokens_of_each_alone(kind: str) -> None:
     check_together(model_of(kind))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("kind", FEW)
 def test_an_engine_with_drafts_and_few_blocks(kind: str, seed: int) -> None:

@@ -63,6 +63,7 @@ def said(stock: tuple[Any, Any], samples: Tensor, *, prompt: str | None = None, 
     return (text, output["segments"][0]) if segments else (text, [])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sound", ["short", "long"])
 @pytest.mark.parametrize("language", ["en", "german", None])
 def test_text(client: openai.OpenAI, stock: tuple[Any, Any], sound: str, language: Any) -> None:

@@ -36,6 +36,7 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window", [None, 1, 3, 16, 1000])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_equals_oracle(backend: AttentionBackend, lengths: str, window: int | None) -> None:
@@ -55,6 +56,7 @@ def test_softcap_and_sinks(backend: AttentionBackend, lengths: str, extra: dict[
     assert_close(case.run(backend, **extra), case.expected(**extra)[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sinks": torch.ones(4)}], ids=["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lse(backend: AttentionBackend, lengths: str, extra: dict[str, Any]) -> None:
@@ -165,6 +167,7 @@ def test_every_key_is_seen_where_attention_is_not_causal(backend: AttentionBacke
         assert_close(case.run(backend, causal=False), case.expected(causal=False)[0])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stored", [None, torch.int8, INT4], ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("by_distance", [False, True])

@@ -92,6 +92,7 @@ def run_programme(kind: str, seed: int, operations: int, **settings: Any) -> Non
             assert pair.paged.batch_size == (pair.batch or -1)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [1, BLOCK])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_random_programme_equals_dynamic_cache(kind: str, block_size: int) -> None:

@@ -170,6 +170,7 @@ def test_experts_follow_each_other(make: Callable[..., QuantizedWeight]) -> None
 # -- files -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with biases; with Conv1D
 @pytest.mark.usefixtures("shared")

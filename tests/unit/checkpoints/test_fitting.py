@@ -111,6 +111,7 @@ def held(model: PreTrainedModel) -> int:
 # -- what is chosen --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("place", range(len(WAYS)), ids=[str(way) for way in WAYS])
 @pytest.mark.parametrize("kind", ["folder", "tied"])
 def test_the_first_that_fits(kind: str, place: int, request: pytest.FixtureRequest) -> None:
@@ -245,6 +246,7 @@ def test_bits_are_mixed_by_calibration(folder: Path) -> None:
 # -- what is loaded ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["folder", "tied"])
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.5, 0.35])
 def test_what_is_loaded_needs_no_more(kind: str, share: float, request: pytest.FixtureRequest) -> None:
@@ -330,6 +332,7 @@ def test_windows_hold_less(tmp_path: Path) -> None:
 # -- errors ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("taken", [0, 50_000_000])
 @pytest.mark.parametrize("keywords", [{}, {"cache": {"max_tokens": 1024}}, {"weights": "int8"}], ids=str)
 def test_the_least_that_an_error_names_does(

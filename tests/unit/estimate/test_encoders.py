@@ -73,6 +73,7 @@ def held(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters()) + sum(module.spec.weight_bytes for module in packed)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("name", MADE)
 def test_bytes_are_those_of_the_patched_model(name: str, weights: Any) -> None:

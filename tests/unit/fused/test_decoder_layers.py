@@ -116,6 +116,7 @@ def test_bits_of_the_modules_one_by_one(name: str) -> None:
     assert calls[True] > 10 * calls[False] > 0  # a pass over padding is not native
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
 @pytest.mark.parametrize("kv", ["auto", "int8", "int4", "int8-int4"])

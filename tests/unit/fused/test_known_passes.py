@@ -181,6 +181,7 @@ def test_what_a_hook_changes_within_a_pass_is_seen() -> None:
     assert got == expected != before
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("change", ["scaling", "weight", "memory", "module", "hook"])
 def test_what_changes_between_passes_is_seen(at: int, change: str) -> None:

@@ -20,7 +20,7 @@ from hf_accel.recognition.operation import UntraceableError
 from hf_accel.recognition.rotations import rotation_of_one, rotation_of_two
 from hf_accel.recognition.trace import Trace
 from hf_accel.undo.state import FUSED
-from tests.selection import seeds
+from tests.selection import seeds, some_long
 from tests.unit.fused.test_decoder_layers import counted, layers_of, logits_of, same_bits
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
@@ -57,6 +57,7 @@ def gpt_oss(**other: Any) -> PreTrainedModel:
     return model.eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
 @pytest.mark.parametrize("own", [0, 32])
@@ -68,6 +69,7 @@ def test_gemma_4(own: int, weights: Any, dtype: torch.dtype) -> None:
     assert calls[True] > 10 * calls[False] > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("kind", ["Gemma4", "Gemma4, inputs of layers", "GptOss"])
 def test_tokens_are_those_of_stock(kind: str, weights: Any) -> None:
@@ -85,6 +87,7 @@ def test_tokens_are_those_of_stock(kind: str, weights: Any) -> None:
     assert (near.argmax(-1)[36:] == found[0, 37:]).float().mean() > 0.9  # of quantized modules one by one
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_tables_of_half_a_head(weights: Any, dtype: torch.dtype) -> None:
@@ -124,6 +127,7 @@ SHARED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -139,7 +143,7 @@ def test_keys_of_other_layers(kv: Any, weights: Any, dtype: torch.dtype) -> None
     assert calls == {True: 48}
 
 
-@pytest.mark.parametrize("watched", [[1], [2], [3], [5], [1, 3], [2, 4]])
+@pytest.mark.parametrize("watched", some_long([[1], [2], [3], [5], [1, 3], [2, 4]], [2], [3], [1, 3]))
 def test_some_layers_run_their_own_code(watched: list[int]) -> None:
     """Keys that a native call has left are found by code that takes them apart, and those of code by native calls."""
     stock = gemma(**SHARED)

@@ -55,6 +55,7 @@ def ragged_logits(model: PreTrainedModel) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)

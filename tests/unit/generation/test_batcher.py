@@ -264,7 +264,7 @@ def play(seed: int, steps: int, settings: dict[str, Any]) -> Programme:
 
 @pytest.mark.parametrize("name", PROGRAMMES)
 def test_random_programmes(name: str) -> None:
-    programme = play(1, 600, PROGRAMMES[name])
+    programme = play(1, 300, PROGRAMMES[name])
     if PROGRAMMES[name].get("token_budget") == 1:  # no room for drafts
         assert programme.counts.pop("accepted") == 0
     assert min(programme.counts.values()) > 0

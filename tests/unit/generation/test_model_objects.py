@@ -325,6 +325,7 @@ def test_what_is_not_known_is_never_the_same(odd: Any) -> None:
     assert Reading(made).equals(Reading(made))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_in_use_stays_the_same(family: str, weights: Any) -> None:

@@ -93,6 +93,7 @@ def test_without_numbers_that_can_be_read(tensor: Tensor) -> None:
     assert not before.equals(Reading(module))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_using_a_model_does_not_change_it(family: str, weights: str | None) -> None:

@@ -110,6 +110,7 @@ def run(runner: type[ToyRunner], *settings: dict[str, Any], verify: str, drafts:
     return [sequence.tokens for sequence in sequences], batcher.num_passes + proposals
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("drafts", ["none", "not drawn", "drawn", "model"])
 @pytest.mark.parametrize("verify", ["token", "block", "seeded"])
 @pytest.mark.parametrize("name", SAMPLED)

@@ -109,6 +109,7 @@ def test_the_model_is_that_of_float_weights_of_the_same_numbers(kind: str) -> No
     torch.testing.assert_close(model.model(IDS).last_hidden_state, hidden, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @each_kind
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_tables_of_their_own(again: Any, kind: str) -> None:

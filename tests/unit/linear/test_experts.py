@@ -78,6 +78,7 @@ def by_linears(original, config, x, *, index, weights):
     return torch.cat(rows)
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -162,6 +163,7 @@ def test_unpatch_gives_back_every_bit(name):
     assert list(model.modules()) == modules
 
 
+@pytest.mark.covering(1)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS)

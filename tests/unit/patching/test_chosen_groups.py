@@ -60,6 +60,7 @@ def test_groups_that_are_left_to_a_weight_divide_its_inputs(inputs: int, bits: i
     assert hf_accel.PatchConfig.build(weights=replace(asked, group_size=64)).to_dict()["weights"]["group_size"] == 64
 
 
+@pytest.mark.covering(1)
 @widths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_layer_has_groups_that_fit(

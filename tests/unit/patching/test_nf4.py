@@ -22,6 +22,7 @@ from hf_accel.verify.references import quantized_reference, widened
 from ...devices import without_fused_nf4
 from ...parity.families import DECODER, FAMILIES, build, inputs
 from ...parity.snapshot import bits, logits, snapshot
+from ...selection import some_long
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 HAS_FUSED_KERNEL = has_fused_kernel()
@@ -74,7 +75,7 @@ def test_the_layers_are_those_made_by_hand(family: str, dtype: torch.dtype) -> N
             assert bits(layer(given)) == bits(expected(given))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_long(FAMILIES, "qwen2", "mistral"))
 def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) -> None:
     stock = build(family)
     stock.save_pretrained(tmp_path)
@@ -95,6 +96,7 @@ def test_tokens_of_transformers_own_quantization(family: str, tmp_path: Path) ->
     assert torch.equal(generate(loaded), tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keep", ["auto", True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_undo(family: str, keep: Any, tmp_path: Path) -> None:

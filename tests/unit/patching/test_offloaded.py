@@ -79,6 +79,7 @@ def quantized(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("offload", [to_memory, to_disk, partly, first_parameter, whole], ids=lambda f: f.__name__)
 def test_as_a_model_in_memory(offload: Offload, weights: Any, tmp_path: Path) -> None:

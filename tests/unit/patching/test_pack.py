@@ -138,6 +138,7 @@ def test_failure_after_originals_were_given_up_says_so(monkeypatch: pytest.Monke
     assert not any(isinstance(m, QuantLinear) for m in model.modules())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("keep", [True, "auto", False])
 def test_what_cannot_be_quantized_is_named_and_nothing_is_lost(

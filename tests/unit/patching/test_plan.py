@@ -40,6 +40,7 @@ def lines(plan: hf_accel.Plan, topic: str) -> list[dict[str, str]]:
     return [choice for choice in plan.to_dict()["choices"] if choice["topic"] == topic]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plan_changes_nothing(family: str, keywords: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ def test_a_parameter_in_the_place_of_an_input_embedding_stays() -> None:
     assert torch.equal(hf_accel.unpatch(model)(inputs=x).last_hidden_state, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_patch_does_what_the_plan_says(family: str, keywords: dict[str, Any]) -> None:
@@ -207,6 +209,7 @@ def test_model_without_linears() -> None:
     assert lines(hf_accel.plan(model), "weights")[0]["reason"] == "the model has no Linear modules"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_fits_the_screen(family: str, keywords: dict[str, Any]) -> None:
@@ -307,6 +310,7 @@ GREEDY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["paged", {"dtype": "int8"}, {"dtype": "int4"}], ids=str)
 def test_passes_take_the_planned_attention_until_the_model_changes(

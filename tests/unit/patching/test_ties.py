@@ -124,6 +124,7 @@ def test_saved_quantized_and_loaded(name: str, keywords: str, tmp_path: Path) ->
     assert vars(model).get("_tied_weights_keys") is own
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keywords", ["default", "no head"])
 @pytest.mark.parametrize("name", ["t5", "bert", "gpt", "llama"])
 def test_packed_while_loading(name: str, keywords: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hf_accel.verify import verify as function
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.letters import letters
 from ...parity.snapshot import snapshot
+from ...selection import some_long
 
 PROMPTS = [prompts(1, 7)[0], prompts(1, 12, seed=2)[0].tolist()]
 INT4 = hf_accel.WeightConfig(bits=4, group_size=32)
@@ -142,6 +143,7 @@ def wrong_position(model: PreTrainedModel) -> None:
     model.register_forward_pre_hook(shift, with_kwargs=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("break_it", [perturbed_weight, wrong_position])
 def test_defects_are_beyond_rounding(break_it: Callable[[PreTrainedModel], None], dtype: torch.dtype) -> None:
@@ -185,7 +187,11 @@ QUANTIZED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(
     ("family", "settings", "name"),
-    [*((family, *QUANTIZED[0]) for family in FAMILIES), *(("gemma2", *case) for case in QUANTIZED[1:])],
+    some_long(
+        [pytest.param(family, *QUANTIZED[0]) for family in FAMILIES]
+        + [pytest.param("gemma2", *case) for case in QUANTIZED[1:]],
+        *("qwen2", "mistral"),
+    ),
     ids=str,
 )
 def test_against_the_quantized_reference(family: str, settings: dict[str, Any], name: str) -> None:

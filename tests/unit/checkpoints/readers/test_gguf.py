@@ -114,6 +114,7 @@ def test_blocks_of_each_type(kind: str, tmp_path: Path) -> None:
     assert model.get_submodule("model.layers.0.mlp.up_proj").layout.bits == TYPES[kind].layout.bits
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_architectures_and_ties(architecture: str, tied: bool, tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_what_was_loaded_can_be_saved_and_loaded(kind: str, saved: Any, tmp_path
         assert torch.equal(again.generate(IDS, max_new_tokens=8, do_sample=False), output)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["gptq act-order asymmetric", "awq", "w8a8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scales_keep_their_dtype(kind: str, dtype: torch.dtype, saved: Any, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_units() -> None:
 # -- what is written -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_files_hold_what_the_model_computes_with(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -540,6 +541,7 @@ def test_compressed_tensors_reads_it(kind: str, tmp_path: Path) -> None:
             assert bits(weight) == bits(layer.quantized.dequantize(torch.bfloat16))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,6 +129,7 @@ def test_transformers_loads_it(dtype: torch.dtype, tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(ids).logits, oracle(ids).logits, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", "int4", "asymmetric"])
 @pytest.mark.parametrize("name", ["llama, tied", "qwen2"])
 def test_what_was_saved_is_loaded_and_saved_again(name: str, weights: str, tmp_path: Path) -> None:

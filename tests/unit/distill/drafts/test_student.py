@@ -68,6 +68,7 @@ def by_hand(teacher: Any, kept: list[int]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.covering(1)
 @WAYS
 @pytest.mark.parametrize("kept", [[1, 2], [0, 3], [0, 1, 2, 3], [2]], ids=str)
 def test_a_student_computes_with_the_kept_layers(name: str, kept: list[int]) -> None:

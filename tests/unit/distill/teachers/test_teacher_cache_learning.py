@@ -62,6 +62,7 @@ def distance(model: Any, ids: Tensor, said: Rows, objective: Objective) -> Tenso
     return divergence_sum(model(input_ids=ids).logits[every(ids)], said, objective) / len(said)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_the_divergence_is_that_of_the_model(

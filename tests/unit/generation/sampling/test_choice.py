@@ -154,6 +154,7 @@ def test_an_error_is_its_own_sequences_alone(temperature: float, how: str, words
         raise failed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["raises", "nothing"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

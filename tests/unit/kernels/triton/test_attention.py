@@ -152,6 +152,7 @@ def every_launch(dtype: torch.dtype, dim: int, stored: str, **options: Any) -> I
     yield from found
 
 
+@pytest.mark.covering(1)
 @compiled
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("stored", STORED)

@@ -32,6 +32,7 @@ def layers(model: PreTrainedModel) -> dict[str, QuantLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patched_and_taken_back(family: str, method: str) -> None:
