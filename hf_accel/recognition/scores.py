@@ -25,9 +25,11 @@ class Attending(Protocol):
     """
 
     dtype: torch.dtype
-    mask_hides: bool
     mask: Any
     bias: Any
+
+    @property
+    def mask_hides(self) -> bool: ...
 
     def attend_by(self, scores: Scores, value: Any) -> Any: ...
 

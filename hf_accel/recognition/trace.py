@@ -45,6 +45,7 @@ from .left_keys import KEYS_LEFT, VALUES_LEFT, SharedKeys
 from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
+from .position_tables import TableStandIn
 from .scores import Scores
 from .source import results_of, without_renaming
 from .source_stand_ins import PairStandIn, source_states
@@ -181,7 +182,8 @@ class Trace(AttentionRecord):
             self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
-        tensors[POSITION_IDS] = OfPositions(POSITION_IDS, counted=False)
+        tensors[POSITION_IDS] = positions = OfPositions(POSITION_IDS, counted=False)
+        vars(positions)["device"] = self.device
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
@@ -236,6 +238,8 @@ class Trace(AttentionRecord):
             return Vector(holder, name, value)
         if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.shape == (1,):
             return Vector(holder, name, value)
+        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.ndim == 2:
+            return TableStandIn(value)
         if name in own and callable(getattr(value, "to_dict", None)):
             return ConfigStandIn(self, value)
         if name not in own or not callable(value) or isinstance(value, nn.Module):
