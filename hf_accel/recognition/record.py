@@ -56,7 +56,7 @@ class Record:
         self.hooks: list[Mapping[Any, Any]] = []
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
-        self.bias: Opaque = Opaque(BIAS)
+        self.bias: Any = Opaque(BIAS)
         self.source_mask, self.source_bias = Opaque(SOURCE_MASK), Opaque(SOURCE_BIAS)
         self.starts = Starts()
         self.source_operations: list[Operation] = []  # on the rows of an encoder's output

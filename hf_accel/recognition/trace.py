@@ -23,6 +23,7 @@ from .attention_record import AttentionRecord
 from .cache_code import EXPANDS
 from .call_form import (
     BIAS,
+    BIASES,
     CACHE,
     CACHES,
     MASK,
@@ -46,7 +47,7 @@ from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormSta
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
 from .position_tables import TableStandIn
-from .scores import Scores
+from .scores import AddedBias, Scores, SizeOfBias
 from .source import results_of, without_renaming
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import ModuleStandIn, StandIn, require
@@ -180,8 +181,10 @@ class Trace(AttentionRecord):
         else:
             cache = self.cache = PairStandIn(self)
             self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
+        if self.tried and self.cache_class is None:
+            self.bias = AddedBias((SizeOfBias(),) * 3)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
+        tensors |= {MASK: self.mask, TABLES: self.tables} | dict.fromkeys(BIASES, self.bias)
         tensors[POSITION_IDS] = positions = OfPositions(POSITION_IDS, counted=False)
         vars(positions)["device"] = self.device
         tensors |= dict.fromkeys(CACHES, cache)

@@ -59,7 +59,9 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             return LayerProgramme(trace, table_dtype, Attention(0.0))
         planned = planned_of(trace, layer)
         attends = attend_of(trace)[0]
-        spec = replace(planned.spec, dtype=trace.dtype, bias=attends.values["biased"])
+        spec = replace(planned.spec, dtype=trace.dtype)
+        if not trace.tried:
+            spec = replace(spec, bias=attends.values["biased"])
         if trace.taken is not None:
             spec = replace(spec, window=trace.taken_window)
         called = as_called(spec, attends)
@@ -184,6 +186,8 @@ def _source(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
     """Return what a layer adds to the scores of its tokens, see attention/hf/bias.py; None for what is not known."""
+    if programme.own_bias is None and isinstance(cache, RaggedCache) and cache.bias is not None:
+        return cache.bias  # which the model made for all layers that attend by operators
     if programme.own_bias is None:
         given, known = cache.given_bias or (None, None)
         return known if place.kwargs.get(BIAS) is given else None
