@@ -143,7 +143,7 @@ class DraftProgramme:
         self._page_numbers: tuple[int, ...] = ()
         self.hidden, dtype = layer.width, layer.dtype
         others = layer.source, layer.by_position, layer.of_layer, layer.leaves, layer.taken
-        if layer.biased_heads or any(each is not None for each in others):
+        if layer.biased_heads or layer.own_tables is not None or any(each is not None for each in others):
             raise UntraceableError("its layer reads more than its own pages")
         if parts.embeddings.dtype is not dtype or parts.embeddings.shape[1] != self.hidden:
             raise UntraceableError("its embeddings have another dtype or size than its states")

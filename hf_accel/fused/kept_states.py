@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,10 +47,10 @@ NO_STATES: Mapping[nn.Module, Recorded] = MappingProxyType({})
 class Keepers(NamedTuple):
     """The modules of decoder layers that keep something in pages.
 
-    attention: the specs of those that attend; on the CPU, by the native kernels. tried: those of them whose attention
-    is known by a trial, since they attend by operators. states: what is known of those that keep something else.
+    attention: the specs of those that attend; on the CPU, by the native kernels. tried: what a trial has shown
+    of those that attend by operators. states: what is known of those that keep something else.
     """
 
     attention: Mapping[nn.Module, AttentionSpec]
-    tried: Container[nn.Module] = ()
+    tried: Mapping[nn.Module, Any] = MappingProxyType({})
     states: Mapping[nn.Module, Recorded] = NO_STATES

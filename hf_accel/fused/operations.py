@@ -167,11 +167,12 @@ class RotationOperation(NativeOperation):
 
     def refusal(self, operation: Operation, planned: Planned) -> str | None:
         function = operation.values["function"]
-        dtype = planned.dtype
+        dtype, tables = planned.dtype, operation.values.get("tables")
         if planned.over_rows:
             known = rotation_over_rows(function, dtype, dtype) is not None
         else:
-            known = form_of_rotation(function, dtype, dtype, planned.device_type) is not None
+            table_dtype = dtype if tables is None else tables.dtype
+            known = form_of_rotation(function, dtype, table_dtype, planned.device_type) is not None
         known = known and (not operation.values["partial"] or leaves_rest(function))
         return None if known else "its rotation has no native call"
 
@@ -335,6 +336,8 @@ def refuse_over_rows(operations: Iterable[Operation]) -> None:
             raise UntraceableError(f"{operation.kind} has no native call over rows")
         if sinks_of(operation) is not None:
             raise UntraceableError("attention with sinks has no native call over rows")
+        if operation.values.get("tables") is not None:
+            raise UntraceableError("cos and sin that it keeps have no native call over rows")
         if operation.values.get("half_tables"):
             raise UntraceableError("tables of half a head have no native call over rows")
         if operation.kind != "take_heads" and any(span.head for span in operation.inputs):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..cache.kinds.state_sizes import StateSizes
 from ..cache.storage import KVStorage
 from ..recognition.operation import OUTPUT, Operation, UntraceableError
+from ..recognition.position_tables import OwnTables
 from ..recognition.trace import Trace
 from ..recognition.unchanged import GLOBAL_HOOKS, Read, Reads
 from ..tensors import PLAIN
@@ -36,6 +37,7 @@ class Traced:
     """A layer whose trace was taken with tensors of one dtype, and tables of `table_dtype`, for calls on `device`.
     The code of a layer without tables gets none.
 
+    own_tables: cos and sin that the layer keeps, whose rows are those of the tokens' positions; None without.
     source: how keys of an encoder's output are computed, None if the layer attends to none. tried: see Record.
     reads: the values that must not change, those that the trace read among them. forms: of norms and rotations, by the
     id of the operation. write: the operation that writes keys and values to a cache, None if there is none.
@@ -44,6 +46,10 @@ class Traced:
     def __init__(
         self, trace: Trace, table_dtype: torch.dtype | None, attention: Attention, device: torch.device
     ) -> None:
+        rotations = (each.values for each in trace.operations if each.kind == "rope")
+        self.own_tables: OwnTables | None = next((values.get("tables") for values in rotations), None)
+        if self.own_tables is not None:
+            table_dtype = self.own_tables.dtype
         self.dtype, self.table_dtype, self.attention, self.device = trace.dtype, table_dtype, attention, device
         self.others, self.width = trace.others, trace.widths[OUTPUT] // (trace.floats if trace.gives_wide else 1)
         self.out_dtype = torch.float32 if trace.gives_wide else trace.dtype
@@ -148,7 +154,7 @@ class TracedLayer(Traced):
 
     def takes(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, *, tokens: int) -> bool:
         """Return whether the tensors of a pass over so many tokens have the shapes that the trace is for."""
-        if x.ndim != 3 or (tables is None) is not (self.table_dtype is None):
+        if x.ndim != 3 or (tables is None) is not (self.table_dtype is None or self.own_tables is not None):
             return False
         batch, row, size = x.shape
         return (

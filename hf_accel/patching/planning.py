@@ -287,12 +287,13 @@ def _plan_fused(
     sites = [site for site in candidates if site not in kept and site.module not in planned]
     kernels = {module for module, server in servers.items() if server is Server.KERNELS}
     specs = {p.site.module: p.site.spec for p in attention if isinstance(p.backend, CpuBackend)}
-    # No layer's call takes a bias of positions that a model makes for all layers, nor lets a prompt see all of itself.
-    others = operators is not None and (operators.bias is not None or operators.call.whole_prompts)
+    # No layer's call lets a prompt see all of itself.
+    others = operators is not None and operators.call.whole_prompts
     is_traced = model.config.is_encoder_decoder or not others
     by_operators = operator_sites(model, operators if is_traced else None, config)
-    tried = {site.module: site.state.spec for site in by_operators if isinstance(site.state.backend, CpuBackend)}
-    layers, by_module = layer_sites(model, model.dtype, Keepers(specs | tried, tried, states), linears=kernels)
+    tried = {site.module: site.state for site in by_operators if isinstance(site.state.backend, CpuBackend)}
+    specs |= {module: known.spec for module, known in tried.items()}
+    layers, by_module = layer_sites(model, model.dtype, Keepers(specs, tried, states), linears=kernels)
     takes_ours = config.attention in ("auto", CpuBackend.name) and split is None
     ours = None if not takes_ours else [] if model_attention_refusal(model) else attention_modules(model)
     if not attends_in_decoder_alone(model, [p.site for p in attention]):

@@ -28,12 +28,14 @@ class AttentionRecord(Record):
     under which it leaves its keys and values for other layers, None if it leaves none. taken: those of another layer
     that it attends to, None for its own. taken_window: the keys that pages hold of them, None for all. heads_of: gives
     how many heads of keys an attention module reads, and the numbers of a key and a value; None if they are not known.
+    masks_biased: whether a trial has shown that the mask has a bias of positions in it.
     """
 
     expanded: Expanded | None = None
     leaves: str | None = None
     taken: TakenKeys | None = None
     taken_window: int | None = None
+    masks_biased = False
     heads_of: Callable[[nn.Module], tuple[int, int, int] | None] = staticmethod(lambda module: None)
 
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
@@ -129,12 +131,13 @@ class AttentionRecord(Record):
 
     def _attend_by_operators(self, scores: Scores, qkv: tuple[Any, Any, Any], *, merged: bool) -> StandIn:
         """Record attention to the keys of a cache by code that computes the scores, and was tried over pages."""
-        if not self.tried or scores.is_biased:
+        if not self.tried:
             raise UntraceableError("it computes the scores of a cache by itself")
+        options: dict[str, Any] = {"scaling": scores.factor}
+        if scores.is_biased or (scores.is_masked and self.masks_biased):
+            options[BIAS] = self.bias
         mask = scores.mask if scores.is_masked else None
-        return replace(
-            self.attend(self.running[-1], qkv, mask, {"scaling": scores.factor}), transposed=True, merged=merged
-        )
+        return replace(self.attend(self.running[-1], qkv, mask, options), transposed=True, merged=merged)
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")

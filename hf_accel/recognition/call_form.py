@@ -26,8 +26,9 @@ OF_SOURCE = (SOURCE_STATES, SOURCE_MASK, BIAS, SOURCE_BIAS)  # a decoder layer t
 # Of Gemma 3n and 4: what is added for each layer, [B, T, a few], and where layers leave keys and values for others.
 OF_LAYER, SHARED_KEYS = "per_layer_input", "shared_kv_states"
 OF_LAYERS = (OF_LAYER, SHARED_KEYS)
-TENSORS = (MASK, POSITION_IDS, TABLES, *CACHES, *OF_SOURCE, *OF_LAYERS)  # a decoder layer may be given these
-ALIBI = "alibi"  # of Falcon: None where it rotates queries and keys
+ALIBI = "alibi"  # of BLOOM, and of Falcon: None where it rotates queries and keys
+BIASES = (BIAS, ALIBI)  # the names of a bias of positions that a model makes for all layers
+TENSORS = (MASK, POSITION_IDS, TABLES, *CACHES, *OF_SOURCE, *OF_LAYERS, ALIBI)  # a decoder layer may be given these
 STARTS = "cu_seqlens"  # where the sequences begin that are packed into one row, and the end of the last
 PASSED_ON = (*TENSORS, STARTS)  # tensors, and a cache, that a layer may only pass on, as any other tensor
 
@@ -62,21 +63,24 @@ def usual_form(kind: type[nn.Module], dtype: torch.dtype = torch.float32, others
     return CallForm(_states(kind), tensors, table_dtype=dtype if TABLES in tensors else None)
 
 
-def usual_pass(kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool = False) -> CallForm:
+def usual_pass(
+    kind: type[nn.Module], *, cache: str = CACHE, has_encoder: bool = False, has_bias: bool = False
+) -> CallForm:
     """Return the form of a call of a decoder layer by transformers' models: with those of TENSORS that its code names,
     a cache among them.
 
     cache: the name of the cache for code that names none. has_encoder: whether the layer is given an encoder's output.
-    Raises UntraceableError if it is given other hidden states.
+    has_bias: whether it is given one of BIASES. Raises UntraceableError if it is given other hidden states.
     """
-    usual, names = {*TENSORS} if has_encoder else {*TENSORS} - {*OF_SOURCE}, parameter_names(kind.forward)
+    usual, names = {*TENSORS} - {ALIBI, *(() if has_encoder else OF_SOURCE)}, parameter_names(kind.forward)
+    usual |= {*BIASES} if has_bias else set()
     other = [name for name in names[1:] if name.endswith("hidden_states") and name != SOURCE_STATES]
     if other:
         raise UntraceableError(f"it is given {other[0]} too, which no trace follows")
     named = usual.intersection(names)
     if named.isdisjoint(CACHES):
-        named = usual - {*CACHES, *OF_SOURCE, *OF_LAYERS} | {cache}
-    plain = (("use_cache", bool, True), *((name, type(None), None) for name in names if name == ALIBI))
+        named = usual - {*CACHES, *OF_SOURCE, *OF_LAYERS, *BIASES} | {cache}
+    plain = (("use_cache", bool, True), *((name, type(None), None) for name in {*names} - named if name == ALIBI))
     return CallForm(_states(kind), frozenset(named), plain)
 
 

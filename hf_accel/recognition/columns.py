@@ -57,6 +57,39 @@ def some_heads(x: Any, index: Any) -> Any:
     return replace(x, span=span, width=(stop - start) * dim, heads=stop - start)
 
 
+class HeadsOfGroups:
+    """A tensor [B, T, groups, heads, dim], of which each group has the same columns of a product. The code may make
+    one dimension of groups and heads, as CodeGen does.
+    """
+
+    def __init__(self, packed: Any, sizes: tuple[int, int, int]) -> None:
+        self._packed, self._sizes = packed, sizes
+
+    @classmethod
+    def of(cls, x: Any, sizes: Any) -> HeadsOfGroups:
+        """Take the heads of groups apart. x: a StandIn, [B, T, groups, heads * dim]."""
+        groups, heads, dim = sizes
+        if not all(type(each) is int and each > 0 for each in sizes) or (groups, heads * dim) != x.shape[2:]:
+            raise UntraceableError("it reshapes to another size")
+        return cls(x.trace.packed(x), (groups, heads, dim))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (*self._packed.shape[:2], *self._sizes)
+
+    def reshape(self, *sizes: Any) -> Any:
+        sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+        groups, heads, dim = self._sizes
+        if len(sizes) != 4 or sizes[2] not in (-1, groups * heads) or sizes[3] != dim:
+            raise UntraceableError("it reshapes in another way than into heads and back")
+        return self._packed.view(*sizes)
+
+    view = reshape
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")
+
+
 class SideBySide:
     """A tensor [B, T, parts, heads, dim] that may only be taken apart: Q, K and V of one product.
 

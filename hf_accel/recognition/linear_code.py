@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .trial import RandomNumbers, Tolerance, agree
+from .trial import INITIALIZED, RandomNumbers, Tolerance, agree
 from .unchanged import is_known_class
 
 IN, OUT = 24, 40
-INITIALIZED = "_is_hf_initialized"  # what transformers writes on a module whose weights it has made
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -71,6 +71,31 @@ class OfPositions(Opaque):
             raise UntraceableError(f"it takes parts of {self.name}")
         return self.then(operator.getitem, STEP_BEFORE, places)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether these are the positions as they are given, [B, T]."""
+        return not self.counted and not self.steps
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        if not self.is_given:
+            raise UntraceableError(f"it reads the shape of {self.name}")
+        return BATCH, TOKENS
+
+    def is_repeated(self, columns: int) -> bool:
+        """Whether each position stands in so many columns, [B, T, columns]."""
+        if self.counted:
+            return False
+        positions = torch.tensor(TRIED_POSITIONS, device="cpu")
+        try:
+            found = self.of(positions)
+        except (RuntimeError, TypeError, IndexError) as error:
+            raise UntraceableError(f"it shapes {self.name} in a way of its own") from error
+        return torch.equal(found, positions[..., None].expand(-1, -1, columns))
+
+    def repeat(self, *counts: Any) -> OfPositions:
+        return self.then(Tensor.repeat, STEP_BEFORE, *counts)
+
     def unsqueeze(self, dim: Any) -> OfPositions:
         return self.then(Tensor.unsqueeze, STEP_BEFORE, dim)
 

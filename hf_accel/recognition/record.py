@@ -44,7 +44,6 @@ class Record:
     overwritten: buffers in whose place the code has written, and the operation that did so.
     """
 
-    mask_hides = False  # a caller may give a mask with any numbers
     source: SourceKeys | None = None
     of_layer: Span | None = None
     knows_source = False
@@ -57,7 +56,7 @@ class Record:
         self.hooks: list[Mapping[Any, Any]] = []
         self.widths = [0, 0]  # of the buffers; the first two are the layer's input and output
         self.mask, self.tables = Opaque(MASK), (Opaque("cos"), Opaque("sin"))
-        self.bias: Opaque = Opaque(BIAS)
+        self.bias: Any = Opaque(BIAS)
         self.source_mask, self.source_bias = Opaque(SOURCE_MASK), Opaque(SOURCE_BIAS)
         self.starts = Starts()
         self.source_operations: list[Operation] = []  # on the rows of an encoder's output
@@ -65,6 +64,11 @@ class Record:
         self.layer_idx: int | None = None
         self.running: list[ModuleStandIn] = []
         self.overwritten: list[tuple[int, Operation]] = []
+
+    @property
+    def mask_hides(self) -> bool:
+        """Whether the mask does nothing but hide keys; a caller may give code that was not tried any numbers."""
+        return self.tried
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
@@ -208,6 +212,12 @@ class Record:
             return joined(*args, **kwargs)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
 
+    def packed(self, x: StandIn) -> StandIn:
+        """Record that the columns of each head of [B, T, heads, D] are put end to end; return [B, T, width]."""
+        require(replace(x, transposed=True), heads=True)
+        taken = self.put("take_heads", [x], x.width, heads=x.heads, dim=x.shape[3])
+        return replace(taken, heads=None)
+
     def convert(self, x: StandIn) -> StandIn:
         """Record the numbers of a tensor as float32, or those of a wide one rounded."""
         require(replace(x, wide=False), heads=False, flat=False)
@@ -344,9 +354,11 @@ class Record:
 
     def join(self, x: Any, y: Any) -> StandIn:
         """Record that the numbers of each head of y follow those of x."""
-        for each in (x, y):
-            require(each, heads=True)
-        if x.heads != y.heads or x.cached or y.cached or not (x.width and y.width):
+        for each in (x, y):  # [B, H, T, D], or both [B, T, H, D]
+            require(replace(each, transposed=True) if isinstance(each, StandIn) else each, heads=True)
+        if isinstance(y, StandIn) and not y.width:  # of heads that are rotated as a whole
+            return x  # type: ignore[no-any-return]
+        if x.transposed is not y.transposed or x.heads != y.heads or x.cached or y.cached or not (x.width and y.width):
             raise UntraceableError("it joins something else than parts of heads")
         values = {"heads": x.heads, "dim": x.shape[3], "value_dim": y.shape[3]}
         return self.put("join", [x, y], x.width + y.width, **values)

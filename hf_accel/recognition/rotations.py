@@ -16,11 +16,13 @@ from torch import Tensor
 from .call_form import as_usual
 from .operation import Operation, UntraceableError
 from .packed import is_packed, rotated_row
-from .stand_ins import StandIn, require
+from .position_tables import OwnTables, TableRows, own_tables
+from .stand_ins import StandIn, WideHeads, require
 from .trial import RandomNumbers, Tolerance, agree
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]
 OF_ONE = ("x", "cos", "sin")  # the first parameters of code that rotates one tensor
+TABLES_OF_HALF = ("cos", "sin")  # of code that rotates one tensor [B, T, H, D] by tables [B, T, D / 2], in any order
 
 
 class CalledRotation(NamedTuple):
@@ -76,6 +78,26 @@ def rotation_of_one(original: Callable[..., Tensor]) -> CalledRotation | None:
     return CalledRotation(of_two)
 
 
+@lru_cache(maxsize=256)
+def rotation_by_half(original: Callable[..., Tensor]) -> CalledRotation | None:
+    """Return how code is called that rotates one tensor [B, T, H, D] by tables of half a head, as GPT-J does; None for
+    any other. Where tables are wider, what it gives is rounded: see WideHeads.
+    """
+    names = tuple(inspect.signature(original).parameters)[1:]
+    if tuple(sorted(names)) != TABLES_OF_HALF:
+        return None
+
+    def of_two(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        half = cos.shape[-1] // 2
+        tables = {"cos": cos[..., :half], "sin": sin[..., :half]}
+        first, second = (
+            original(x.transpose(1, 2), *(tables[name] for name in names)).transpose(1, 2).to(x.dtype) for x in (q, k)
+        )
+        return first, second
+
+    return CalledRotation(of_two)
+
+
 def rotate(record: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a rotation of queries and keys, or of one tensor; return what the code does. record: a Record."""
     if len(args) == 3:
@@ -96,8 +118,10 @@ def rotate(record: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     return replace(q_out, factor=factor), k_out
 
 
-def _rotated_one(record: Any, original: Any, x: Any, *tables: Any, unsqueeze_dim: int = 1) -> StandIn:
+def _rotated_one(record: Any, original: Any, x: Any, *tables: Any, unsqueeze_dim: int = 1) -> StandIn | WideHeads:
     """Record the rotation of one tensor, [B, H, T, D], or [B, T, H, D] if unsqueeze_dim is 2."""
+    if any(isinstance(each, TableRows) for each in tables):
+        return _rotated_by_own(record, original, x, *tables)
     known, by_tokens = rotation_of_one(original), unsqueeze_dim == 2
     if known is None or tables != record.tables or unsqueeze_dim not in (1, 2) or not isinstance(x, StandIn):
         raise UntraceableError("it rotates in a way of its own")
@@ -106,6 +130,37 @@ def _rotated_one(record: Any, original: Any, x: Any, *tables: Any, unsqueeze_dim
     require(replace(x, transposed=True), heads=True)
     (rotated,) = _recorded(record, known, [replace(x, transposed=True)])
     return replace(rotated, transposed=not by_tokens)
+
+
+def _rotated_by_own(record: Any, original: Any, x: Any, *given: Any) -> StandIn | WideHeads:
+    """Record the rotation of one tensor [B, T, H, D] by rows of a table that the module keeps."""
+    known = rotation_by_half(original)
+    if known is None or len(given) != 2 or record.device.type != "cpu" or not isinstance(x, StandIn) or x.transposed:
+        raise UntraceableError("it rotates in a way of its own")
+    named = dict(zip(tuple(inspect.signature(original).parameters)[1:], given, strict=True))
+    tables = own_tables(named["cos"], named["sin"])
+    require(replace(x, transposed=True), heads=True)
+    if 2 * tables.size != x.shape[3] or x.cached:
+        raise UntraceableError("its cos and sin have another size than half of what it rotates")
+    _refuse_other_tables(record, tables)
+    values = {
+        "function": known.function, "heads": x.heads, "kv_heads": 0, "dim": x.shape[3], "partial": False,
+        "half_tables": False, "tables": tables,
+    }  # fmt: skip
+    rotated: StandIn = record.put("rope", [x], x.width, **values)
+    made = torch.promote_types(record.dtype, tables.dtype)
+    if made is record.dtype:
+        return rotated
+    if made is not torch.float32 or tables.dtype is not made:
+        raise UntraceableError("it computes in another dtype")
+    return WideHeads(rotated)
+
+
+def _refuse_other_tables(record: Any, tables: OwnTables | None) -> None:
+    """Raise UntraceableError if the code has rotated by other tables. tables: None for those that it is given."""
+    for known in (each.values.get("tables") for each in record.operations if each.kind == "rope"):
+        if known is not tables and (known is None or tables is None or not tables.are(known)):
+            raise UntraceableError("it rotates by several tables")
 
 
 def _recorded(record: Any, known: CalledRotation, tensors: list[StandIn]) -> list[StandIn]:
@@ -120,6 +175,7 @@ def _recorded(record: Any, known: CalledRotation, tensors: list[StandIn]) -> lis
         size = dim
     if size > dim:
         raise UntraceableError("its cos and sin have more numbers than a head")
+    _refuse_other_tables(record, None)
     rotated = [x if size == dim else x[..., :size] for x in tensors]
     outs = [record.buffer(x.width) for x in rotated]
     heads = [*(x.heads for x in tensors), 0][:2]

@@ -25,9 +25,11 @@ class Attending(Protocol):
     """
 
     dtype: torch.dtype
-    mask_hides: bool
     mask: Any
     bias: Any
+
+    @property
+    def mask_hides(self) -> bool: ...
 
     def attend_by(self, scores: Scores, value: Any) -> Any: ...
 
@@ -79,16 +81,23 @@ def scaled_sum(query: Any, key: Any, *, beta: Any = 1, alpha: Any = 1, bias: Any
     return scores
 
 
+class SizeOfBias:
+    """A size of a bias of which a trace has no number; code finds that it ends where the keys of a pass do."""
+
+    def __sub__(self, other: Any) -> int:
+        return 0
+
+
 class AddedBias:
     """A bias of positions, which code may add to scores, or cut to the length of the keys before it does so.
 
-    like: the tensor that it stands for, whose shape the code may read.
+    shape: that of the tensor that it stands for, which the code may read.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self.shape = like.shape
+    def __init__(self, shape: tuple[Any, ...]) -> None:
+        self.shape = shape
 
-    def size(self, dim: int) -> int:
+    def size(self, dim: int) -> Any:
         return self.shape[dim]
 
     def __getitem__(self, index: Any) -> AddedBias:

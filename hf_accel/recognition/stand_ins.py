@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .columns import SideBySide, columns_of_chunks, even_columns, some_heads, split_of_sizes
+from .columns import HeadsOfGroups, SideBySide, columns_of_chunks, even_columns, some_heads, split_of_sizes
 from .operation import Span, UntraceableError
-from .scores import Scores, TransposedKeys
+from .scores import PRODUCTS, Scores, TransposedKeys
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
 
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
@@ -27,11 +27,13 @@ class Recorder(Protocol):
     dtype: torch.dtype
     device: torch.device
     attention: str | None
-    mask_hides: bool
     equals: dict[str, str]
     mask: Opaque
     source_mask: Opaque
     bias: Opaque
+
+    @property
+    def mask_hides(self) -> bool: ...
 
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None: ...
 
@@ -44,6 +46,8 @@ class Recorder(Protocol):
     def by_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def convert(self, x: StandIn) -> StandIn: ...
+
+    def packed(self, x: StandIn) -> StandIn: ...
 
     def add(self, x: Any, y: Any) -> StandIn: ...
 
@@ -134,6 +138,8 @@ class StandIn:
             if rest[0] is not self.rows:
                 raise UntraceableError("it reshapes in another way than into heads and back")
             return replace(self, heads=1, transposed=True)
+        if len(rest) == 3 and self.span.head and not self.transposed and tokens is self.rows:
+            return HeadsOfGroups.of(self, rest)
         if len(rest) == 3 and self.heads is None and type(rest[0]) is int and rest[0] > 0:
             return SideBySide(self.parts(rest[0]), (batch, tokens, *rest[1:]), whole=self)
         if self.heads == 1 and self.transposed and tokens is self.rows and len(rest) == 2:  # the one head's columns
@@ -231,6 +237,8 @@ class StandIn:
             return self
         if dtype is not torch.float32 and dtype is not self.trace.dtype:
             raise UntraceableError("it computes in another dtype")
+        if self.transposed and not self.wide:
+            return WideHeads(self)  # type: ignore[return-value]
         return self.trace.convert(self)
 
     def parts(self, count: int) -> list[StandIn]:
@@ -255,6 +263,8 @@ class StandIn:
             return replace(self, zeros=0)
         if self.zeros or self.merged:
             raise UntraceableError("it takes other parts of a tensor than columns")
+        if type(index) is tuple and len(index) > 2 and index[:-1] == (slice(None),) * (len(self.shape) - 1):
+            index = (..., index[-1])
         match index:
             case (first, slice(step=None) as columns) if first is ... and not self.cached and self.apart == 1:
                 heads = self.heads or 1
@@ -306,6 +316,54 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
+
+
+class WideHeads:
+    """Queries or keys in float32, [B, heads, T, dim] or [B, T, heads, dim]. The code may round them to the layer's
+    dtype, or compute scores of them, for which attention over pages rounds them.
+
+    heads: the same, rounded. turned: the keys, [B, heads, dim, T]; None where they are not transposed.
+    """
+
+    def __init__(self, heads: StandIn, turned: TransposedKeys | None = None) -> None:
+        self._heads, self._turned = heads, turned
+        self.shape, self.dtype, self.device = heads.shape, torch.float32, heads.device
+
+    def size(self, index: int | None = None) -> Any:
+        return self._heads.size(index)
+
+    def to(self, dtype: Any) -> Any:
+        return self if dtype is torch.float32 else self._heads.to(dtype)
+
+    def permute(self, *dims: Any) -> WideHeads:
+        return WideHeads(self._heads.permute(*dims))
+
+    def transpose(self, first: int, second: int) -> WideHeads:
+        keys = self._heads.transpose(first, second)
+        if self._turned is not None or not isinstance(keys, TransposedKeys):
+            raise UntraceableError("it computes in another dtype")
+        return WideHeads(self._heads, keys)
+
+    def __matmul__(self, other: Any) -> Scores:
+        if not isinstance(other, WideHeads) or other._turned is None or self._turned is not None:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        scores = other._turned.times(self._heads)
+        scores.dtype = torch.float32
+        return scores
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[0], cls):
+            return args[0] @ args[1]
+        if function is torch.cat and isinstance(args[0][0], cls) and all(isinstance(x, StandIn) for x in args[0][1:]):
+            first, *others = args[0]
+            return cls(first._heads.trace.by_function(function, ([first._heads, *others],), kwargs or {}))
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")
 
 
 class ModuleStandIn:

@@ -33,6 +33,9 @@ class Count:
     def __mul__(self, number: Any) -> Any:
         return Product(self, number) if type(number) is int else NotImplemented
 
+    def __add__(self, other: Any) -> Any:
+        return Opaque("the number of keys") if other is TOKENS_BEFORE else NotImplemented
+
     def __gt__(self, number: Any) -> Any:
         return Opaque("whether there are more tokens than a number")
 
@@ -43,6 +46,9 @@ class Product:
 
     count: Count
     number: int
+
+    def __floordiv__(self, number: Any) -> Any:
+        return self.count if type(number) is int and number == self.number else NotImplemented
 
 
 def is_shape(sizes: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:

@@ -23,6 +23,7 @@ from .attention_record import AttentionRecord
 from .cache_code import EXPANDS
 from .call_form import (
     BIAS,
+    BIASES,
     CACHE,
     CACHES,
     MASK,
@@ -45,7 +46,8 @@ from .left_keys import KEYS_LEFT, VALUES_LEFT, SharedKeys
 from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
-from .scores import Scores
+from .position_tables import TableStandIn
+from .scores import AddedBias, Scores, SizeOfBias
 from .source import results_of, without_renaming
 from .source_stand_ins import PairStandIn, source_states
 from .stand_ins import ModuleStandIn, StandIn, require
@@ -179,9 +181,12 @@ class Trace(AttentionRecord):
         else:
             cache = self.cache = PairStandIn(self)
             self.mask, self.source_mask = MaskStandIn(MASK, TOKENS), MaskStandIn(SOURCE_MASK, SOURCE)
+        if self.tried and self.cache_class is None:
+            self.bias = AddedBias((SizeOfBias(),) * 3)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
-        tensors |= {MASK: self.mask, TABLES: self.tables, BIAS: self.bias}
-        tensors[POSITION_IDS] = OfPositions(POSITION_IDS, counted=False)
+        tensors |= {MASK: self.mask, TABLES: self.tables} | dict.fromkeys(BIASES, self.bias)
+        tensors[POSITION_IDS] = positions = OfPositions(POSITION_IDS, counted=False)
+        vars(positions)["device"] = self.device
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}
@@ -236,6 +241,8 @@ class Trace(AttentionRecord):
             return Vector(holder, name, value)
         if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.shape == (1,):
             return Vector(holder, name, value)
+        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.ndim == 2:
+            return TableStandIn(value)
         if name in own and callable(getattr(value, "to_dict", None)):
             return ConfigStandIn(self, value)
         if name not in own or not callable(value) or isinstance(value, nn.Module):

@@ -211,6 +211,8 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {
 }
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed
+OURS = "_hf_accel_"  # how what patch() keeps on a module begins, see undo/state.py
+INITIALIZED = "_is_hf_initialized"  # what transformers writes on a module whose weights it has made
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
 
@@ -293,4 +295,7 @@ def _name_of_function(function: Callable[..., Any]) -> str | None:
 def _is_stateless(activation: nn.Module) -> bool:
     if activation._parameters or activation._buffers or activation._modules or not is_unobserved(activation):
         return False
-    return type(activation).__module__ in KNOWN_MODULES or vars(activation).keys() == vars(nn.Module()).keys()
+    settings = vars(activation).keys() - vars(nn.Module()).keys()
+    return type(activation).__module__ in KNOWN_MODULES or all(
+        name == INITIALIZED or name.startswith(OURS) for name in settings
+    )

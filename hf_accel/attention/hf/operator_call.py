@@ -100,7 +100,7 @@ def run_over_pages(
         for part in parts:
             part.mask = mask
     if known.bias is not None and isinstance(named.get(known.bias), Tensor):
-        named[known.bias] = parts[0].bias = AddedBias(named[known.bias])
+        named[known.bias] = parts[0].bias = AddedBias(named[known.bias].shape)
     try:
         if known.implementation is not None:
             forward = MethodType(_with_ours(original_class(module).forward, known.implementation), module)

@@ -221,7 +221,7 @@ class LayerCalls(ABC, Generic[Layer]):
         if isinstance(cache_of(kwargs), RaggedEncoderDecoderCache):
             trace.cache_class = RaggedEncoderDecoderCache
         by_operators = [known for module in layer.modules() if (known := operators_within(module)) is not None]
-        trace.tried = bool(by_operators)
+        trace.tried, trace.masks_biased = bool(by_operators), any(known.masks_biased for known in by_operators)
         trace.is_called, trace.states_of, trace.expands = is_mixture, states_kept, expands
         trace.heads_of = heads_planned
         trace.equals |= {known.implementation: ATTENTION_NAME for known in by_operators if known.implementation}

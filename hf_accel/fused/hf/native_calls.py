@@ -59,7 +59,9 @@ class NativeCalls(LayerCalls[LayerProgramme]):
             return LayerProgramme(trace, table_dtype, Attention(0.0))
         planned = planned_of(trace, layer)
         attends = attend_of(trace)[0]
-        spec = replace(planned.spec, dtype=trace.dtype, bias=attends.values["biased"])
+        spec = replace(planned.spec, dtype=trace.dtype)
+        if not trace.tried:
+            spec = replace(spec, bias=attends.values["biased"])
         if trace.taken is not None:
             spec = replace(spec, window=trace.taken_window)
         called = as_called(spec, attends)
@@ -100,9 +102,14 @@ def _given(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: L
 
 def _rows(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: LayerPlace) -> Parts | None:
     """Give the number of tokens, with cos and sin, and the factors of queries by their positions behind these."""
-    known, numbers = place.held.get("tables"), programme.by_position
-    if known is None or numbers not in (None, known[1]):
+    known, numbers, own = place.held.get("tables"), programme.by_position, programme.own_tables
+    if known is None or own is not None or numbers not in (None, known[1]):
         tables = place.tables
+        if own is not None:
+            positions = _given_positions(x, place)
+            if positions is None:
+                return None
+            tables = own.of(positions)
         if numbers is not None:
             positions = _positions(programme, x, pages.cache, place)
             if positions is None or tables is None:
@@ -138,8 +145,15 @@ def _positions(programme: LayerProgramme, x: Tensor, cache: CacheOverPages, plac
             found: Any = cache.positions[None]
         else:
             found = torch.arange(x.shape[1])[None] + cache.get_seq_length(programme.layer_idx)
-    else:
-        found = place.kwargs.get(POSITION_IDS)
+        return found
+    return _given_positions(x, place)
+
+
+def _given_positions(x: Tensor, place: LayerPlace) -> Tensor | None:
+    """Return the positions that a layer is given for the tokens of x [B, T, hidden], [B or 1, T]; None if there are
+    none that are known.
+    """
+    found = place.kwargs.get(POSITION_IDS)
     known = type(found) is Tensor and found.ndim == 2 and found.shape[1] == x.shape[1] and len(found) in (1, len(x))
     return found if known else None
 
@@ -172,6 +186,8 @@ def _source(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
     """Return what a layer adds to the scores of its tokens, see attention/hf/bias.py; None for what is not known."""
+    if programme.own_bias is None and isinstance(cache, RaggedCache) and cache.bias is not None:
+        return cache.bias  # which the model made for all layers that attend by operators
     if programme.own_bias is None:
         given, known = cache.given_bias or (None, None)
         return known if place.kwargs.get(BIAS) is given else None

@@ -26,6 +26,7 @@ from ...recognition.complex_rotation import rotates_by_complex
 from ...recognition.known_modules import known_module
 from ...recognition.linear_code import is_plain_linear, rounds_its_bias_apart
 from ...recognition.operation import INPUT, Span, UntraceableError
+from ...recognition.operator_code import attends_by_operators
 from ...recognition.row_convolution import is_pointwise
 from ...recognition.trace import Trace, is_conv1d
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
@@ -260,6 +261,11 @@ def _spec_of(trace: Trace, attention: Mapping[nn.Module, AttentionSpec]) -> Atte
     return attention[modules[0]]
 
 
+def _adds_bias(known: Any) -> bool:
+    """Return whether a module adds a bias of positions that its model makes. known: an OperatorAttention, or None."""
+    return known is not None and known.spec is not None and known.spec.bias
+
+
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, keepers: Keepers,
     *, linears: Container[nn.Module] | None, device_type: str = "cpu",
@@ -285,13 +291,17 @@ def layer_sites(
         layers.append(name)
         try:
             size = rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
-            trace = Trace(dtype, attention=ATTENTION_NAME, table_size=size, device=torch.device(device_type))
+            # Code that attends by operators goes on seeing which function its config names.
+            by_operators = bool(inner) and attends_by_operators(type(inner[0]))  # type: ignore[arg-type]
+            named = None if by_operators else ATTENTION_NAME
+            trace = Trace(dtype, attention=named, table_size=size, device=torch.device(device_type))
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
-            trace.tried = bool(inner) and inner[0] in tried
+            known = tried.get(inner[0]) if inner else None
+            trace.tried, trace.masks_biased = known is not None, known is not None and known.masks_biased
             trace.heads_of = lambda each: heads_of_keys(attention[each]) if each in attention else None
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
-            form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder)
+            form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder, has_bias=_adds_bias(known))
             trace.decoder_layer(
                 module, layer_width(module, model.config), replace(form, one_table=rotates_by_complex(module))
             )

@@ -114,13 +114,73 @@ def test_padding_and_masks_run_the_own_code() -> None:
     torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("other", [{"alibi": True}, {"new_decoder_architecture": True, "num_kv_heads": 2}], ids=str)
+@pytest.mark.parametrize("other", [
+    {"alibi": True, "attn_implementation": "eager"}, {"new_decoder_architecture": True, "num_kv_heads": 2},
+], ids=str)  # fmt: skip
 def test_others_run_module_by_module(other: dict[str, Any]) -> None:
     stock = falcon(**other)
     model = hf_accel.patch(copy.deepcopy(stock), weights=None)
     assert not layers_of(model)
     ids = torch.tensor(PROMPTS[:1])
     assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))  # type: ignore[operator]
+
+
+# -- a bias of positions that the model makes for all layers (ALiBi) ------------------------------------
+
+ALIBI: dict[str, Any] = {
+    "BLOOM": lambda: bloom(), "BLOOM, other residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
+    "BLOOM, 6 heads": lambda: bloom(n_head=6),
+    "MPT": lambda: mpt(), "Falcon": lambda: falcon(alibi=True, multi_query=False, parallel_attn=False),
+    "Falcon, one head of keys": lambda: falcon(alibi=True),
+}  # fmt: skip
+PLAIN = {name: value for name, value in SIZES.items() if "num" not in name}
+
+
+def bloom(**other: Any) -> PreTrainedModel:
+    config = transformers.BloomConfig(**PLAIN | {"n_layer": 3, "n_head": 4} | other)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return transformers.BloomForCausalLM(config).eval()
+
+
+def mpt() -> PreTrainedModel:
+    plain = {name: value for name, value in PLAIN.items() if name != "hidden_size"}
+    config = transformers.MptConfig(**plain, d_model=96, n_layers=3, n_heads=4, max_seq_len=64)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return transformers.MptForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
+@pytest.mark.parametrize("name", ALIBI)
+def test_a_bias_of_the_model(name: str, weights: Any, dtype: torch.dtype) -> None:
+    stock = ALIBI[name]().to(dtype)
+    model = hf_accel.patch(copy.deepcopy(stock), weights=weights)
+    assert len(layers_of(model)) == 3
+    with counted() as calls:
+        got = ragged_logits(model)
+    assert calls[True] and not calls[False]
+    with counted(native=False):
+        expected = ragged_logits(model)
+    share = 1e-5 if weights is None and dtype is torch.float32 else 0.02
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().mean() <= share * other.abs().max()
+        if not torch.equal(one.argmax(-1), other.argmax(-1)):  # other tokens follow
+            assert share > 1e-5
+            break
+    if weights is None and dtype is torch.float32:
+        ids, options = torch.tensor(PROMPTS[:1]), OPTIONS | {"max_new_tokens": 40}
+        assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["BLOOM", "MPT", "Falcon"])
+def test_without_the_bias_tokens_are_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would see a bias that is left out."""
+    model = hf_accel.patch(ALIBI[name](), weights=None)
+    before = ragged_logits(model)
+    monkeypatch.setattr("hf_accel.fused.hf.native_calls.position_bias_fields", lambda *given: (0, 0, 0, 0))
+    assert not torch.allclose(ragged_logits(model)[0], before[0], rtol=1e-3)
 
 
 @torch.no_grad()
