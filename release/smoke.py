@@ -27,10 +27,10 @@ model = LlamaForCausalLM(config).eval()
 expected = model.generate(ids, **asked)
 with hf_accel.patched(model, weights=None):
     tokens = model.generate(ids, **asked)
+line = next(line for line in str(hf_accel.plan(model)).splitlines() if line.startswith("cpu kernels"))
 hf_accel.patch(model, weights="int8")
 model.generate(ids, **asked)
 backends = {each.choice.backend.name for each in model.modules() if isinstance(each, hf_accel.linear.QuantLinear)}
-line = next(line for line in str(hf_accel.plan(model)).splitlines() if line.startswith("cpu kernels"))
 print(f"hf_accel {hf_accel.__version__} on {sys.platform}: {' '.join(line.split())}; INT8 by {', '.join(backends)}")
 if backends != {"cpu"} or not torch.equal(tokens, expected):
     sys.exit(f"the kernels are not used, or tokens differ: {tokens.tolist()} and {expected.tolist()}")
