@@ -38,6 +38,11 @@ class AttentionRecord(Record):
     masks_biased = False
     heads_of: Callable[[nn.Module], tuple[int, int, int] | None] = staticmethod(lambda module: None)
 
+    @property
+    def mask_hides(self) -> bool:
+        """Return whether the mask does nothing but hide keys. Callers may give code that was not tried any numbers."""
+        return self.tried
+
     def write(self, key: Any, value: Any, layer_idx: Any) -> tuple[StandIn, StandIn]:
         require(key, heads=True)
         require(value, heads=True)
@@ -138,6 +143,12 @@ class AttentionRecord(Record):
             options[BIAS] = self.bias
         mask = scores.mask if scores.is_masked else None
         return replace(self.attend(self.running[-1], qkv, mask, options), transposed=True, merged=merged)
+
+    def packed(self, x: StandIn) -> StandIn:
+        """Record that the columns of each head of [B, T, heads, D] are put end to end; return [B, T, width]."""
+        require(replace(x, transposed=True), heads=True)
+        taken = self.put("take_heads", [x], x.width, heads=x.heads, dim=x.shape[3])
+        return replace(taken, heads=None)
 
     def choose(self, condition: Any, scores: Scores, other: Any) -> Scores:
         raise UntraceableError("it calls where")

@@ -73,7 +73,7 @@ class OfPositions(Opaque):
 
     @property
     def is_given(self) -> bool:
-        """Whether these are the positions as they are given, [B, T]."""
+        """Return whether these are the positions as they are given, [B, T]."""
         return not self.counted and not self.steps
 
     @property
@@ -83,7 +83,7 @@ class OfPositions(Opaque):
         return BATCH, TOKENS
 
     def is_repeated(self, columns: int) -> bool:
-        """Whether each position stands in so many columns, [B, T, columns]."""
+        """Return whether each position stands in so many columns, [B, T, columns]."""
         if self.counted:
             return False
         positions = torch.tensor(TRIED_POSITIONS, device="cpu")

@@ -65,11 +65,6 @@ class Record:
         self.running: list[ModuleStandIn] = []
         self.overwritten: list[tuple[int, Operation]] = []
 
-    @property
-    def mask_hides(self) -> bool:
-        """Whether the mask does nothing but hide keys; a caller may give code that was not tried any numbers."""
-        return self.tried
-
     def note(self, owner: Mapping[str, Any], name: str, value: Any) -> None:
         self.reads.append(Read(owner, name, value))
 
@@ -211,12 +206,6 @@ class Record:
         if function is torch.cat and isinstance(args[0], (tuple, list)):
             return joined(*args, **kwargs)
         raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
-
-    def packed(self, x: StandIn) -> StandIn:
-        """Record that the columns of each head of [B, T, heads, D] are put end to end; return [B, T, width]."""
-        require(replace(x, transposed=True), heads=True)
-        taken = self.put("take_heads", [x], x.width, heads=x.heads, dim=x.shape[3])
-        return replace(taken, heads=None)
 
     def convert(self, x: StandIn) -> StandIn:
         """Record the numbers of a tensor as float32, or those of a wide one rounded."""

@@ -17,7 +17,8 @@ from .call_form import as_usual
 from .operation import Operation, UntraceableError
 from .packed import is_packed, rotated_row
 from .position_tables import OwnTables, TableRows, own_tables
-from .stand_ins import StandIn, WideHeads, require
+from .scores import WideHeads
+from .stand_ins import StandIn, require
 from .trial import RandomNumbers, Tolerance, agree
 
 Rotation = Callable[..., tuple[Tensor, Tensor]]

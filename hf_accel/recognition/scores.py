@@ -267,3 +267,51 @@ def is_lowest(number: Any) -> bool:
 def drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Return whether dropout with these arguments drops numbers."""
     return training and p > 0
+
+
+class WideHeads:
+    """Queries or keys in float32, [B, heads, T, dim] or [B, T, heads, dim]. The code may round them to the layer's
+    dtype, or compute scores of them, for which attention over pages rounds them.
+
+    heads: the same, rounded. transposed: the keys, [B, heads, dim, T]; None where they are not transposed.
+    """
+
+    def __init__(self, heads: Any, transposed: TransposedKeys | None = None) -> None:
+        self._heads, self._transposed = heads, transposed
+        self.shape, self.dtype, self.device = heads.shape, torch.float32, heads.device
+
+    def size(self, index: int | None = None) -> Any:
+        return self._heads.size(index)
+
+    def to(self, dtype: Any) -> Any:
+        return self if dtype is torch.float32 else self._heads.to(dtype)
+
+    def permute(self, *dims: Any) -> WideHeads:
+        return WideHeads(self._heads.permute(*dims))
+
+    def transpose(self, first: int, second: int) -> WideHeads:
+        keys = self._heads.transpose(first, second)
+        if self._transposed is not None or not isinstance(keys, TransposedKeys):
+            raise UntraceableError("it computes in another dtype")
+        return WideHeads(self._heads, keys)
+
+    def __matmul__(self, other: Any) -> Scores:
+        if not isinstance(other, WideHeads) or other._transposed is None or self._transposed is not None:
+            raise UntraceableError("it multiplies tensors that are not queries and keys")
+        scores = other._transposed.times(self._heads)
+        scores.dtype = torch.float32
+        return scores
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[0], cls):
+            return args[0] @ args[1]
+        if function is torch.cat and isinstance(args[0][0], cls) and not any(isinstance(x, cls) for x in args[0][1:]):
+            first, *others = args[0]
+            return cls(first._heads.trace.by_function(function, ([first._heads, *others],), kwargs or {}))
+        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise UntraceableError(f"it calls Tensor.{name}")

@@ -14,7 +14,7 @@ from torch import nn
 
 from .columns import HeadsOfGroups, SideBySide, columns_of_chunks, even_columns, some_heads, split_of_sizes
 from .operation import Span, UntraceableError
-from .scores import PRODUCTS, Scores, TransposedKeys
+from .scores import Scores, TransposedKeys, WideHeads
 from .symbols import ALL_TOKENS, BATCH, SOURCE, TOKENS, Count, Opaque, Product, is_shape
 
 ATTENTION = "_attn_implementation"  # the property of a config that names the attention function
@@ -316,54 +316,6 @@ class StandIn:
     def attended(self, module: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[StandIn, None]:
         """Return the result of the attention function for a query that is a stand-in."""
         return self.trace.attend(module, (self, key, value), mask, options), None
-
-
-class WideHeads:
-    """Queries or keys in float32, [B, heads, T, dim] or [B, T, heads, dim]. The code may round them to the layer's
-    dtype, or compute scores of them, for which attention over pages rounds them.
-
-    heads: the same, rounded. turned: the keys, [B, heads, dim, T]; None where they are not transposed.
-    """
-
-    def __init__(self, heads: StandIn, turned: TransposedKeys | None = None) -> None:
-        self._heads, self._turned = heads, turned
-        self.shape, self.dtype, self.device = heads.shape, torch.float32, heads.device
-
-    def size(self, index: int | None = None) -> Any:
-        return self._heads.size(index)
-
-    def to(self, dtype: Any) -> Any:
-        return self if dtype is torch.float32 else self._heads.to(dtype)
-
-    def permute(self, *dims: Any) -> WideHeads:
-        return WideHeads(self._heads.permute(*dims))
-
-    def transpose(self, first: int, second: int) -> WideHeads:
-        keys = self._heads.transpose(first, second)
-        if self._turned is not None or not isinstance(keys, TransposedKeys):
-            raise UntraceableError("it computes in another dtype")
-        return WideHeads(self._heads, keys)
-
-    def __matmul__(self, other: Any) -> Scores:
-        if not isinstance(other, WideHeads) or other._turned is None or self._turned is not None:
-            raise UntraceableError("it multiplies tensors that are not queries and keys")
-        scores = other._turned.times(self._heads)
-        scores.dtype = torch.float32
-        return scores
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function in PRODUCTS and len(args) == 2 and not kwargs and isinstance(args[0], cls):
-            return args[0] @ args[1]
-        if function is torch.cat and isinstance(args[0][0], cls) and all(isinstance(x, StandIn) for x in args[0][1:]):
-            first, *others = args[0]
-            return cls(first._heads.trace.by_function(function, ([first._heads, *others],), kwargs or {}))
-        raise UntraceableError(f"it calls {getattr(function, '__name__', function)}")
-
-    def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"it calls Tensor.{name}")
 
 
 class ModuleStandIn:

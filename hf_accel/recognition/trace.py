@@ -239,10 +239,8 @@ class Trace(AttentionRecord):
             return self.child(value)
         if isinstance(value, nn.Parameter) and value.ndim == 1:
             return Vector(holder, name, value)
-        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.shape == (1,):
-            return Vector(holder, name, value)
-        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and value.ndim == 2:
-            return TableStandIn(value)
+        if isinstance(value, torch.Tensor) and holder is own["_buffers"] and (value.shape == (1,) or value.ndim == 2):
+            return Vector(holder, name, value) if value.ndim == 1 else TableStandIn(value)
         if name in own and callable(getattr(value, "to_dict", None)):
             return ConfigStandIn(self, value)
         if name not in own or not callable(value) or isinstance(value, nn.Module):

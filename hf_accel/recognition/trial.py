@@ -211,7 +211,7 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {
 }
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed
-OURS = "_hf_accel_"  # how what patch() keeps on a module begins, see undo/state.py
+OUR_NAMES = "_hf_accel_"  # how what patch() keeps on a module begins, see undo/state.py
 INITIALIZED = "_is_hf_initialized"  # what transformers writes on a module whose weights it has made
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
@@ -297,5 +297,5 @@ def _is_stateless(activation: nn.Module) -> bool:
         return False
     settings = vars(activation).keys() - vars(nn.Module()).keys()
     return type(activation).__module__ in KNOWN_MODULES or all(
-        name == INITIALIZED or name.startswith(OURS) for name in settings
+        name == INITIALIZED or name.startswith(OUR_NAMES) for name in settings
     )

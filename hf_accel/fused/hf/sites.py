@@ -266,6 +266,22 @@ def _adds_bias(known: Any) -> bool:
     return known is not None and known.spec is not None and known.spec.bias
 
 
+def _trace_for(
+    config: Any, dtype: torch.dtype, keepers: Keepers, *, inner: nn.Module | None, device_type: str
+) -> Trace:
+    """Return a trace for a decoder layer. inner: the module of it that attends over pages; None if none does."""
+    attention, tried, _ = keepers
+    size = None if inner is None else rotated_size(config, inner, attention[inner])
+    # Code that attends by operators goes on seeing which function its config names.
+    by_operators = inner is not None and attends_by_operators(type(inner))  # type: ignore[arg-type]
+    named = None if by_operators else ATTENTION_NAME
+    trace = Trace(dtype, attention=named, table_size=size, device=torch.device(device_type))
+    known = None if inner is None else tried.get(inner)
+    trace.tried, trace.masks_biased = known is not None, known is not None and known.masks_biased
+    trace.heads_of = lambda each: heads_of_keys(attention[each]) if each in attention else None
+    return trace
+
+
 def layer_sites(
     model: nn.Module, dtype: torch.dtype, keepers: Keepers,
     *, linears: Container[nn.Module] | None, device_type: str = "cpu",
@@ -290,17 +306,12 @@ def layer_sites(
             continue
         layers.append(name)
         try:
-            size = rotated_size(model.config, inner[0], attention[inner[0]]) if inner else None
-            # Code that attends by operators goes on seeing which function its config names.
-            by_operators = bool(inner) and attends_by_operators(type(inner[0]))  # type: ignore[arg-type]
-            named = None if by_operators else ATTENTION_NAME
-            trace = Trace(dtype, attention=named, table_size=size, device=torch.device(device_type))
+            attends = inner[0] if inner else None
+            trace = _trace_for(model.config, dtype, keepers, inner=attends, device_type=device_type)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
-            known = tried.get(inner[0]) if inner else None
-            trace.tried, trace.masks_biased = known is not None, known is not None and known.masks_biased
-            trace.heads_of = lambda each: heads_of_keys(attention[each]) if each in attention else None
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
+            known = None if attends is None else tried.get(attends)
             form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder, has_bias=_adds_bias(known))
             trace.decoder_layer(
                 module, layer_width(module, model.config), replace(form, one_table=rotates_by_complex(module))
