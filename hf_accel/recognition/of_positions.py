@@ -34,14 +34,14 @@ def _by(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..
 class OfPositions(Opaque):
     """Numbers of the positions of tokens. counted: whether the code counts positions from those of its cache, [T];
     else they are given to it, [B, T]. steps: functions with their arguments, among which STEP_BEFORE stands for what
-    the step before has given, and BATCH and TOKENS for sizes.
+    the step before has given, and BATCH and TOKENS for sizes. known: what is known of the tensor, see Opaque.
     """
 
     counted: bool
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
 
-    def __init__(self, name: str, *, counted: bool, steps: tuple[Any, ...] = ()) -> None:
-        super().__init__(name, counted=counted, steps=steps)
+    def __init__(self, name: str, *, counted: bool, steps: tuple[Any, ...] = (), **known: Any) -> None:
+        super().__init__(name, counted=counted, steps=steps, **known)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OfPositions) and (self.name, _key(self.steps)) == (other.name, _key(other.steps))

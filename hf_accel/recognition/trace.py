@@ -185,8 +185,7 @@ class Trace(AttentionRecord):
             self.bias = AddedBias((SizeOfBias(),) * 3)
         tensors: dict[str, Any] = {name: Opaque(name) for name in form.tensors}
         tensors |= {MASK: self.mask, TABLES: self.tables} | dict.fromkeys(BIASES, self.bias)
-        tensors[POSITION_IDS] = positions = OfPositions(POSITION_IDS, counted=False)
-        vars(positions)["device"] = self.device
+        tensors[POSITION_IDS] = OfPositions(POSITION_IDS, counted=False, device=self.device)
         tensors |= dict.fromkeys(CACHES, cache)
         tensors |= {SOURCE_MASK: self.source_mask, SOURCE_STATES: source_states(self), STARTS: self.starts}
         tensors |= {SOURCE_BIAS: self.source_bias}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..models import answer_once
 from ..undo.journal import original_class
-from ..undo.running_code import is_known_code
+from ..undo.running_code import OURS, is_known_code
 from .code import gated_code
 from .unchanged import HOOKS, PLAIN_TYPES, is_unobserved
 
@@ -211,7 +211,6 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {
 }
 # Attributes of these modules are settings, whose effect a trial shows. Other modules must have no attributes.
 PARTS_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # which are empty, or say nothing of what is computed
-OUR_NAMES = "_hf_accel_"  # how what patch() keeps on a module begins, see undo/state.py
 INITIALIZED = "_is_hf_initialized"  # what transformers writes on a module whose weights it has made
 KNOWN_MODULES = ("torch.nn.modules.activation", "transformers.activations")
 
@@ -295,7 +294,7 @@ def _name_of_function(function: Callable[..., Any]) -> str | None:
 def _is_stateless(activation: nn.Module) -> bool:
     if activation._parameters or activation._buffers or activation._modules or not is_unobserved(activation):
         return False
-    settings = vars(activation).keys() - vars(nn.Module()).keys()
+    settings = [vars(activation)[name] for name in vars(activation).keys() - {*vars(nn.Module()), INITIALIZED}]
     return type(activation).__module__ in KNOWN_MODULES or all(
-        name == INITIALIZED or name.startswith(OUR_NAMES) for name in settings
+        type(each).__module__.partition(".")[0] == OURS for each in settings
     )
