@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from ..hardware.large_pages import LARGE, in_large_pages
 from ..kernels import cpu as kernels
 from ..kernels import triton
 from ..kernels.cpu import attention as cpu
@@ -19,8 +17,6 @@ from ..kernels.cpu.library import FLOATS
 from ..kernels.layouts import KV
 from ..tensors import is_recorded
 from .quantized import INT4, SCALE_DTYPES, PageDtypes, dequantize, dims_refusal, quantize, rotate, stored_columns
-
-MANY_LARGE = 4  # so many of the system's large pages hold the K or V of a layer: one that is not full costs little
 
 
 class KVStorage:
@@ -143,15 +139,10 @@ def _write_by_triton(keys: Tensor, values: Tensor, pages: KV, slots: Tensor) -> 
 
 
 def _empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    # Memory that nobody has written, not zeros: the system then commits it only when a page is first written. It
-    # clears each of its own pages then, which for states of a batch took longer than computing them; large ones are
-    # cleared 512 at a time. Where tensors are small, a large page would be committed for a few tokens.
+    # torch.empty, not torch.zeros: the system then commits memory only when a page is first written.
     # Inference mode is off because a later pass may write to the pages outside of inference mode.
-    nbytes = math.prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
-        if torch.device(device).type != "cpu" or nbytes < MANY_LARGE * LARGE:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return in_large_pages(nbytes).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _longer(old: Tensor, num_blocks: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory in large pages, which is read faster, and cleared faster when it is first written."""
+"""Memory in large pages, in which weights are read faster."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from hf_accel.cache.quantized import INT4, QUANTIZED, PageDtypes, dequantize, quantize, rotate
-from hf_accel.cache.storage import MANY_LARGE, KVStorage
+from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.large_pages import LARGE
-from hf_accel.tensors import integers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -160,18 +156,3 @@ def test_writing_does_not_keep_a_graph() -> None:
     storage, (keys, values) = storage_of(), states(1)
     storage.write(keys.requires_grad_(), values, torch.tensor([0]))
     assert not storage.pages.k.requires_grad
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="large pages are asked of Linux alone")
-def test_pages_of_many_bytes_begin_at_a_large_page_and_keep_what_they_hold() -> None:
-    """Less than four of the system's large pages are taken from what the process has."""
-    keys = torch.randn(1, 2, 256)
-    small = MANY_LARGE * LARGE // (4 * 2 * 16 * 256)  # blocks, of K
-    storage = KVStorage(small - 1, 16, keys, keys)
-    storage.write(keys, -keys, integers([5]))
-    storage.grow(small)
-    for pages in (storage.pages.k, storage.pages.v):
-        assert pages.data_ptr() % LARGE == 0
-    assert torch.equal(storage.read(integers([5]))[0], keys)
-    storage.grow(2 * small)
-    assert torch.equal(storage.read(integers([5]))[1], -keys)
