@@ -141,8 +141,8 @@ def run_on_windows(wheel: Path, target: Target, scratch: Path) -> str:
     def commands(driver: Path, library: Path) -> dict[str, list[str]]:
         return {LEVEL_OF_WINDOWS: ["env", "WINEDEBUG=-all", str(wine), str(driver), f"Z:{library}", LEVEL_OF_WINDOWS]}
 
-    own = {"driver": "driver.exe", "commands": commands, "has_own_exp": True}
-    return "wine: " + run_emulated(wheel, target, scratch, **own)
+    done = run_emulated(wheel, target, scratch, driver="driver.exe", commands=commands, has_own_exp=True)
+    return f"wine: {done}"
 
 
 def run_nowhere(wheel: Path, target: Target, scratch: Path) -> str:

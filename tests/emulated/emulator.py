@@ -28,9 +28,8 @@ from hf_accel.kernels.cpu.library import Linear, Matrix
 from hf_accel.kernels.cpu.low_rank import LowRank
 from hf_accel.kernels.cpu.row_conv import RowNorm
 
-SETTINGS = (
-    "HF_ACCEL_EMULATED"  # what `install` is given, in JSON; commands: for each level, best first, what runs its driver
-)
+# What `install` is given, in JSON; commands: for each level, best first, what runs its driver.
+SETTINGS = "HF_ACCEL_EMULATED"
 NEAR = 1e-5  # of float32 numbers, and of their size, between the exp and log of two C libraries
 LIKE_NEON = "avx2"  # the level of this machine that has NEON's lanes, and so the same bits
 INTEGERS = {2: torch.int16, 4: torch.int32}

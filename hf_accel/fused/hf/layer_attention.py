@@ -124,9 +124,7 @@ def attention_of(trace: Trace, spec: AttentionSpec) -> Attention:
         raise UntraceableError("its attention is given sinks")
     called = (values["heads"], values["kv_heads"], dim, values["value_dim"])
     heads = (*values.get("made", called), softcap, sinks is not None)
-    same = _planned_heads(spec) == heads
-    if trace.tried and spec.bias is not values["biased"]:
-        raise UntraceableError("its attention is not the one that was planned")
+    same = _planned_heads(spec) == heads and (spec.bias is values["biased"] or not trace.tried)
     if not same or not causal:
         raise UntraceableError("its attention is not the one that was planned")
     if values["own_bias"] is not None and not values["own_bias"].is_call_of(*operation.modules, *OWN_BIAS):

@@ -186,9 +186,9 @@ def _source(programme: LayerProgramme, x: Tensor, pages: LayerOverPages, place: 
 
 def _position_bias(programme: LayerProgramme, cache: CacheOverPages, place: LayerPlace) -> PositionBias | None:
     """Return what a layer adds to the scores of its tokens, see attention/hf/bias.py; None for what is not known."""
-    if programme.own_bias is None and isinstance(cache, RaggedCache) and cache.bias is not None:
-        return cache.bias  # which the model made for all layers that attend by operators
     if programme.own_bias is None:
+        if isinstance(cache, RaggedCache) and cache.bias is not None:
+            return cache.bias  # which the model made for all layers that attend by operators
         given, known = cache.given_bias or (None, None)
         return known if place.kwargs.get(BIAS) is given else None
     ragged = place.group_step.ragged

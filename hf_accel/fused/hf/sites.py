@@ -267,16 +267,17 @@ def _adds_bias(known: Any) -> bool:
 
 
 def _trace_for(
-    config: Any, dtype: torch.dtype, keepers: Keepers, *, inner: nn.Module | None, device_type: str
-) -> Trace:
-    """Return a trace for a decoder layer. inner: the module of it that attends over pages; None if none does."""
-    attention, tried, _ = keepers
+    config: Any, dtype: torch.dtype, attention: Mapping[nn.Module, AttentionSpec],
+    *, inner: nn.Module | None, known: Any, device_type: str,
+) -> Trace:  # fmt: skip
+    """Return a trace for a decoder layer. inner: the module of it that attends over pages; None if none does. known:
+    the OperatorAttention of it, or None.
+    """
     size = None if inner is None else rotated_size(config, inner, attention[inner])
     # Code that attends by operators goes on seeing which function its config names.
     by_operators = inner is not None and attends_by_operators(type(inner))  # type: ignore[arg-type]
     named = None if by_operators else ATTENTION_NAME
     trace = Trace(dtype, attention=named, table_size=size, device=torch.device(device_type))
-    known = None if inner is None else tried.get(inner)
     trace.tried, trace.masks_biased = known is not None, known is not None and known.masks_biased
     trace.heads_of = lambda each: heads_of_keys(attention[each]) if each in attention else None
     return trace
@@ -307,11 +308,11 @@ def layer_sites(
         layers.append(name)
         try:
             attends = inner[0] if inner else None
-            trace = _trace_for(model.config, dtype, keepers, inner=attends, device_type=device_type)
+            known = None if attends is None else tried.get(attends)
+            trace = _trace_for(model.config, dtype, attention, inner=attends, known=known, device_type=device_type)
             trace.cache_class = RaggedEncoderDecoderCache if has_encoder else None
             if linears is not None:
                 trace.is_called, trace.states_of, trace.expands = is_mixture, states.get, is_known_expansion
-            known = None if attends is None else tried.get(attends)
             form = usual_pass(type(module), cache=CACHE_NAME, has_encoder=has_encoder, has_bias=_adds_bias(known))
             trace.decoder_layer(
                 module, layer_width(module, model.config), replace(form, one_table=rotates_by_complex(module))

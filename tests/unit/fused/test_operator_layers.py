@@ -55,6 +55,21 @@ def ragged_logits(model: PreTrainedModel) -> list[Tensor]:
     return seen
 
 
+def check_native_layers(model: Any, share: float) -> None:
+    """All three layers are native calls, whose logits are those of the modules within a share of the largest."""
+    assert len(layers_of(model)) == 3
+    with counted() as calls:
+        got = ragged_logits(model)
+    assert calls[True] and not calls[False]
+    with counted(native=False):
+        expected = ragged_logits(model)
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().mean() <= share * other.abs().max()
+        if not torch.equal(one.argmax(-1), other.argmax(-1)):  # other tokens follow
+            assert share > 1e-5
+            break
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
@@ -65,18 +80,8 @@ def test_near_the_modules_one_by_one(kind: str, weights: Any, dtype: torch.dtype
     if weights is None and dtype is torch.bfloat16 and model.config.bias:
         assert not layers_of(model)  # its code rounds a product before it adds the bias
         return
-    assert len(layers_of(model)) == 3
-    with counted() as calls:
-        got = ragged_logits(model)
-    assert calls[True] and not calls[False]
-    with counted(native=False):
-        expected = ragged_logits(model)
     share = 1e-5 if weights is None and dtype is torch.float32 else 0.05
-    for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().mean() <= share * other.abs().max()
-        if not torch.equal(one.argmax(-1), other.argmax(-1)):  # other tokens follow
-            assert share > 1e-5
-            break
+    check_native_layers(model, share)
     if weights is None and dtype is torch.float32:
         ids = torch.tensor(PROMPTS[:1])
         assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))  # type: ignore[operator]
@@ -157,18 +162,8 @@ def mpt() -> PreTrainedModel:
 def test_a_bias_of_the_model(name: str, weights: Any, dtype: torch.dtype) -> None:
     stock = ALIBI[name]().to(dtype)
     model = hf_accel.patch(copy.deepcopy(stock), weights=weights)
-    assert len(layers_of(model)) == 3
-    with counted() as calls:
-        got = ragged_logits(model)
-    assert calls[True] and not calls[False]
-    with counted(native=False):
-        expected = ragged_logits(model)
     share = 1e-5 if weights is None and dtype is torch.float32 else 0.02
-    for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().mean() <= share * other.abs().max()
-        if not torch.equal(one.argmax(-1), other.argmax(-1)):  # other tokens follow
-            assert share > 1e-5
-            break
+    check_native_layers(model, share)
     if weights is None and dtype is torch.float32:
         ids, options = torch.tensor(PROMPTS[:1]), OPTIONS | {"max_new_tokens": 40}
         assert torch.equal(model.generate(ids, **options), stock.generate(ids, **options))  # type: ignore[operator]

@@ -22,7 +22,7 @@ from hf_accel.recognition.position_tables import OwnTables, TableRows, TableStan
 from hf_accel.recognition.rotations import rotation_by_half
 from hf_accel.recognition.symbols import BATCH
 from tests.unit.fused.test_decoder_layers import PROMPTS, counted, layers_of
-from tests.unit.fused.test_operator_layers import OPTIONS, ragged_logits
+from tests.unit.fused.test_operator_layers import OPTIONS, check_native_layers
 
 pytestmark = [
     pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal())),
@@ -57,14 +57,6 @@ def tables(model: PreTrainedModel) -> list[dict[str, Any]]:
     return [module._buffers for module in model.modules() if TABLE in module._buffers]
 
 
-def near(got: list[Tensor], expected: list[Tensor], share: float) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().mean() <= share * other.abs().max()
-        if not torch.equal(one.argmax(-1), other.argmax(-1)):  # other tokens follow
-            assert share > 1e-5
-            break
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["tables of the model's dtype", "float32 tables"])
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -75,11 +67,7 @@ def test_halves(kind: str, dtype: torch.dtype, weights: Any, wide: bool) -> None
     for held in tables(stock) if wide else ():
         held[TABLE] = held[TABLE].float()
     model = hf_accel.patch(stock, weights=weights)
-    with counted() as calls:
-        got = ragged_logits(model)
-    assert calls[True] and not calls[False]
-    with counted(native=False):
-        near(got, ragged_logits(model), 0.02)
+    check_native_layers(model, 0.02)
 
 
 @pytest.mark.parametrize("weights", [None, "int8", {"bits": 4, "group_size": 32}], ids=["float", "int8", "int4"])
@@ -89,12 +77,7 @@ def test_float32(kind: str, other: dict[str, Any], weights: Any) -> None:
     sizes = other if kind == "GPTJ" else {"n_head": 8} | other | ({"rotary_dim": 12} if "rotary_dim" in other else {})
     stock = made(kind, **sizes)
     model = hf_accel.patch(copy.deepcopy(stock), weights=weights)
-    assert len(layers_of(model)) == 3
-    with counted() as calls:
-        got = ragged_logits(model)
-    assert calls[True] and not calls[False]
-    with counted(native=False):
-        near(got, ragged_logits(model), 1e-5 if weights is None else 0.02)
+    check_native_layers(model, 1e-5 if weights is None else 0.02)
     if weights is None:
         ids = torch.tensor(PROMPTS[:1])
         assert torch.equal(model.generate(ids, **OPTIONS), stock.generate(ids, **OPTIONS))  # type: ignore[operator]
