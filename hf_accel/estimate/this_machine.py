@@ -24,10 +24,10 @@ from ..attention import AttentionSpec
 from ..attention import choose_backend as choose_attention
 from ..cache.kinds import KeysAndValues
 from ..config import Layout
-from ..fused.projections import UNLIMITED, native_rows
+from ..fused.projections import native_rows
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.device import fp8_peak, least_seconds
-from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
+from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.library import FLOATS, refusal
 from ..kernels.layouts import KV, AttentionOptions
 from ..linear import LinearSpec, choose
@@ -129,7 +129,7 @@ def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Condit
     rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
 
     def product(weight: Tensor) -> Run:
-        native = FloatLinear([weight], [None], tile_rows=1 if rows == UNLIMITED else TILE_ROWS) if rows else None
+        native = FloatLinear([weight], [None]) if rows else None
         return lambda x: F.linear(x, weight) if native is None or len(x) > rows else native(x)
 
     weights = [torch.ones(outputs, shape[1], dtype=dtype) for _ in range(min(count, math.ceil(here.nbytes / size)))]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cpu.float_linear import TILE_ROWS, FloatLinear
+from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
 from ..kernels.cpu.library import FLOATS, isa, native, refusal
 from ..linear import QuantLinear
@@ -27,9 +27,12 @@ FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.bfloat16, "avx512_vnni_bf16"): 64,
     (torch.float32, "avx512_vnni_bf16"): 256,
-    (torch.bfloat16, "amx"): 128,
 }
 UNLIMITED = 2**62
+# Instruction sets whose tiles multiply bfloat16 faster than torch does with any number of rows: on a Xeon 6 with two
+# threads 64 rows took 0.5 times as long, 512 rows 0.8 to 0.9 times. Tiles do not serve experts, each of few rows.
+WITH_TILES = ("amx",)
+EXPERT_ROWS = 128
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
 # benchmarks/results/amd-epyc-avx2/prefill.json). For float16, torch may lack instructions on all of them.
@@ -40,9 +43,18 @@ NativeCall = IntegerLinear | FloatLinear
 
 def native_rows(dtype: torch.dtype) -> int:
     """Return the most rows with which our product of float weights is faster than torch's on this CPU."""
-    if not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16):
+    if is_slow_in_torch(dtype) or _has_tiles(dtype):
         return UNLIMITED
     return ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
+
+
+def native_expert_rows(dtype: torch.dtype) -> int:
+    """Return the most rows of an expert, on average, with which our product is faster than torch's on this CPU."""
+    return EXPERT_ROWS if _has_tiles(dtype) else native_rows(dtype)
+
+
+def _has_tiles(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and isa() in WITH_TILES
 
 
 def is_bare_linear(layer: nn.Module) -> bool:
@@ -127,9 +139,7 @@ def make_call(
         return None
     if epilogue is not None and len(shapes) > 1:
         return None
-    # Where rows may be torch's, their bits depend on their number anyway.
-    tile_rows = 1 if float_rows == UNLIMITED else TILE_ROWS
-    return FloatLinear(weights, biases, epilogue, activation=activation, tile_rows=tile_rows)
+    return FloatLinear(weights, biases, epilogue, activation=activation)
 
 
 def _make_integer(layers: list[QuantLinear], epilogue: str | None, activation: str | None) -> IntegerLinear | None:
@@ -199,7 +209,7 @@ WIDENED = 2**22  # the most weights that are held in float32 at once
 
 def is_slow_in_torch(dtype: torch.dtype) -> bool:
     """Return whether torch has no instructions for products of this dtype on this CPU."""
-    return dtype in HALVES and native_rows(dtype) == UNLIMITED
+    return dtype in HALVES and not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16)
 
 
 def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -88,8 +88,8 @@ def detect(device: torch.device | str = "cpu") -> Hardware:
 
 AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
 
-# Best first. The features' names are those of torch.cpu.get_capabilities. The last level is for tests alone: it has
-# the kernels of "amx", and plain loops in place of its tiles.
+# Best first. The features' names are those of torch.cpu.get_capabilities. The last two are for tests alone: they
+# have the kernels of "amx", and plain loops in place of its tiles; without AVX-512 only those of linear layers.
 ISA_LEVELS: dict[str, frozenset[str]] = {
     "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
     "avx512_vnni_bf16": AVX512 | {"avx512_bf16"},
@@ -101,6 +101,7 @@ ISA_LEVELS: dict[str, frozenset[str]] = {
     "neon": frozenset({"neon"}),
     "portable": frozenset(),
     "avx2_tiles": frozenset({"avx2", "fma3"}),
+    "avx512_bf16_tiles": AVX512 | {"avx512_bf16"},
 }
 
 

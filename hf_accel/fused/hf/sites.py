@@ -100,17 +100,21 @@ class ProjectionSite:
 
 
 def fused_sites(
-    model: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str = "cpu"
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, expert_rows: int | None = None, device_type: str = "cpu"
 ) -> tuple[list[FusedSite], list[Dropped]]:
     """Find norms, rotary embeddings, activations and gated MLPs for native calls, which are checked on random input of
     `dtype`.
+
+    expert_rows: as float_rows, of the weights of experts, where it differs.
     """
+    expert_rows = float_rows if expert_rows is None else expert_rows
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     packed = any(STARTS in parameter_names(type(module).forward) for module in model.modules())
     for name, module in modules_by_name(model):
-        site = _candidate(name, module, dtype, float_rows, device_type=device_type)
+        rows = expert_rows if device_type == "cpu" and holds_experts(module) else float_rows
+        site = _candidate(name, module, dtype, rows, device_type=device_type)
         if site is not None and site.kind == PATCHES and not packed:  # others are given whole images
             continue
         found = None if site is None else _checked(site, dtype, device_type, checked=checked)

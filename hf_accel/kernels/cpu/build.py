@@ -50,12 +50,17 @@ LEVELS: dict[str, list[str]] = {
     "neon": ["-march=armv8-a", "-DHFA_NEON"],
     "portable": [],
     "avx2_tiles": [*AVX2, "-DHFA_TILES"],
+    "avx512_bf16_tiles": [*AVX512_BF16, "-DHFA_TILES"],
 }
 
 # Levels that differ from another one in linear kernels alone: in tiles, or in the products of bytes. Only the sources
 # of these are compiled, and all else is the other's machine code. See HFA_BASE in kernels.h.
-BASES = {"amx": "avx512_vnni_bf16", "avx_vnni": "avx2", "neon_i8mm": "neon_dotprod", "avx2_tiles": "avx2"}
+BASES = {
+    "amx": "avx512_vnni_bf16", "avx_vnni": "avx2", "neon_i8mm": "neon_dotprod", "avx2_tiles": "avx2",
+    "avx512_bf16_tiles": "avx512_vnni_bf16",
+}  # fmt: skip
 OWN_SOURCES = ("float_linear", "integer_linear", "mixture", "table")
+BY_TILES = {"amx": ("attention",), "avx512_bf16_tiles": ("attention",)}  # what tiles of bfloat16 serve besides
 
 # The names that zig has for processors of ARM.
 ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
@@ -151,7 +156,7 @@ def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilatio
         jobs += [
             Compilation(level, source, scratch / f"{source.stem}.{level}.o", [*flags, *names])
             for source in sources
-            if base not in levels or source.stem in OWN_SOURCES
+            if base not in levels or source.stem in (*OWN_SOURCES, *BY_TILES.get(level, ()))
         ]
     return jobs
 
@@ -166,7 +171,7 @@ def _compile(jobs: Sequence[Compilation], command: Sequence[str]) -> None:
     results: list[Future[None]] = []
     try:
         for level, files in rounds.items():
-            if len(files) > len(OWN_SOURCES) and level != SHARED:  # for a few it would take as long as it saves
+            if level not in BASES and level != SHARED:  # for a few it would take as long as it saves
                 headers[level] = pool.submit(_precompile, command, files[0].flags, files[0].made.parent / level)
             results += [pool.submit(_compile_file, command, job, headers.get(level)) for job in files]
         for number, (level, files) in enumerate(rounds.items(), 1):

@@ -14,11 +14,6 @@ from .library import DTYPES, FLOATS, ExpertsCall, Linear, LinearCall, Matrix, ep
 _float_linear = kernel("float_linear", LinearCall)
 _float_experts = kernel("float_experts", ExpertsCall)
 
-# The fewest rows of bfloat16 that tiles multiply (AMX) where the bits of a row may depend on their number. With fewer,
-# dot products of vectors are faster: 4 rows took tiles 1.08 times as long on an Intel Xeon with 8 threads, 8 rows 0.81
-# times and 12 rows 0.59 times.
-TILE_ROWS = 8
-
 
 class FloatLinear:
     """Computes x @ W.T + b for every weight, side by side; or act(gate) * up of two weights if it has an `epilogue`.
@@ -29,8 +24,9 @@ class FloatLinear:
     rounded once, to the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of
     threads.
 
-    tile_rows: the fewest rows of bfloat16 that tiles multiply, on a CPU that has them (AMX). If it is more than 1, the
-    bits of a row depend on whether there are as many rows, because tiles add in another order than vectors do.
+    tile_rows: the fewest rows of bfloat16 that tiles multiply, on a CPU that has them (AMX). With more than 1, as in
+    benchmarks, the bits of a row depend on whether there are as many, because tiles add in another order than vectors
+    do; and tiles were as fast with one row, and faster from 4 on.
 
     The weights are not copied: each call reads them where they are. Raises UnsupportedError for weights that the
     kernel cannot read.

@@ -9,7 +9,6 @@ from torch import nn
 from hf_accel.fused import projections
 from hf_accel.fused.projections import UNLIMITED, NativeLinear, ProjectionCall, is_bare_linear
 from hf_accel.kernels import cpu as kernels
-from hf_accel.kernels.cpu.float_linear import TILE_ROWS
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
 
@@ -50,7 +49,7 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
         ("avx_vnni", False, UNLIMITED),
         ("avx2", True, 16),
         ("avx512_vnni_bf16", False, 64),
-        ("amx", True, 128),
+        ("amx", True, UNLIMITED),
     ],
 )
 def test_half_precision_stays_native_where_torch_is_slow(
@@ -61,15 +60,16 @@ def test_half_precision_stays_native_where_torch_is_slow(
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: in_torch)
     assert projections.native_rows(torch.bfloat16) == rows
+    assert projections.native_expert_rows(torch.bfloat16) == (128 if level == "amx" else rows)
     assert projections.native_rows(torch.float16) == (128 if in_torch else UNLIMITED)
     singles = 256 if level == "avx512_vnni_bf16" else 128
     assert (projections.native_rows(torch.float32), projections.native_rows(torch.float64)) == (singles, 0)
 
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
-def test_tiles_take_all_rows_only_where_no_row_is_torchs() -> None:
+def test_tiles_multiply_any_number_of_rows() -> None:
     layer, x = nn.Linear(8, 4).bfloat16().requires_grad_(False), torch.ones(2, 8).bfloat16()
-    for float_rows, tile_rows in ((UNLIMITED, 1), (16, TILE_ROWS)):
+    for float_rows in (UNLIMITED, 16):
         call = projections.ProjectionCall(float_rows).ready((layer,), x)
         assert call is not None
-        assert call.tile_rows == tile_rows
+        assert call.tile_rows == 1

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_accel
 from hf_accel.fused import projections
 from hf_accel.fused.hf.sites import fused_sites
-from hf_accel.fused.projections import UNLIMITED, WidenedConv1D, is_slow_in_torch, widened_product
+from hf_accel.fused.projections import WidenedConv1D, is_slow_in_torch, widened_product
 from hf_accel.fused.site import Dropped, FusedSite
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
@@ -28,7 +28,8 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def slow_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU without instructions for halves."""
-    monkeypatch.setattr(projections, "native_rows", lambda dtype: UNLIMITED)
+    monkeypatch.setattr(projections, "has_instructions", lambda dtype: False)
+    monkeypatch.setattr(projections, "isa", lambda: "avx2")
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_conv1ds_are_found_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == []
     assert "differs" in other.reason
     assert sites(nn.Conv1d(5, 7, 1).bfloat16()) == ([], [])
-    monkeypatch.setattr(projections, "native_rows", lambda dtype: 16)
+    monkeypatch.setattr(projections, "has_instructions", lambda dtype: True)
     assert sites(Conv1D(5, 7).bfloat16()) == ([], [])
 
 

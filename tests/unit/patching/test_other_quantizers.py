@@ -35,10 +35,10 @@ def reasons(model: PreTrainedModel) -> set[str]:
     return {line.reason for line in hf_accel.plan(model).lines if line.topic == "weights"}
 
 
-def check_patched(model: PreTrainedModel, name: str, *, by_row: bool = True) -> None:
+def check_patched(model: PreTrainedModel, name: str, *, same_tokens: bool = True) -> None:
     """The default patch leaves the weights; a request for others is refused, one for "auto" is not.
 
-    by_row: whether the library computes a row as it does beside others.
+    same_tokens: whether the library gives nearly the same results for nearly the same inputs.
     """
     before, tokens = logits(model), generate(model)
     assert reasons(model) == {f"the model is quantized by {name}"}
@@ -48,7 +48,7 @@ def check_patched(model: PreTrainedModel, name: str, *, by_row: bool = True) -> 
     for keywords in ({}, {"weights": None}, {"weights": "auto"}):
         with hf_accel.patched(model, **keywords):
             assert not any(isinstance(m, QuantLinear) for m in model.modules())
-            assert torch.equal(generate(model), tokens) or not by_row
+            assert torch.equal(generate(model), tokens) or not same_tokens
     assert bits(logits(model)) == bits(before)
 
 
@@ -73,7 +73,7 @@ def test_bitsandbytes_saves_what_it_is(kind: str, tmp_path: Path, monkeypatch: p
     build("llama").save_pretrained(tmp_path)
     settings = BitsAndBytesConfig(**{f"load_in_{kind}": True})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, dtype=torch.float16)
-    check_patched(model, "bitsandbytes", by_row=False)
+    check_patched(model, "bitsandbytes", same_tokens=False)
     expected = logits(model)
     hf_accel.patch(model).save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -92,7 +92,8 @@ def torchao() -> Any:
 def test_torchao(torchao: Any, settings: str) -> None:
     model = build("llama")
     torchao.quantize_(model, getattr(torchao, settings)())
-    check_patched(model, type(model.lm_head.weight).__name__)
+    # Where it rounds activations, the last bit of another layer's result decides over a whole step.
+    check_patched(model, type(model.lm_head.weight).__name__, same_tokens="Activation" not in settings)
 
 
 def test_torchao_after_patch(torchao: Any) -> None:

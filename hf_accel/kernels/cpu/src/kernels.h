@@ -19,6 +19,7 @@
   KERNEL(float_linear, LinearCall)        \
   KERNEL(float_experts, ExpertsCall)      \
   KERNEL(mixture, MixtureCall)
+#define HFA_ATTENTION_KERNELS(KERNEL) KERNEL(attention, AttentionCall)
 #define HFA_OTHER_KERNELS(KERNEL)         \
   KERNEL(adapt, AdaptCall)                \
   KERNEL(pack, PackCall)                  \
@@ -34,7 +35,6 @@
   KERNEL(topk, LogitsCall)                \
   KERNEL(draw, DrawCall)                  \
   KERNEL(cross_entropy, CrossEntropyCall) \
-  KERNEL(attention, AttentionCall)        \
   KERNEL(position_scores, PositionScoresCall) \
   KERNEL(bias_gates, BiasGatesCall) \
   KERNEL(row_conv, RowConvCall) \
@@ -46,7 +46,7 @@
   KERNEL(state_scan, ScanCall)            \
   KERNEL(head_products, HeadsCall)        \
   KERNEL(samples, SamplesCall)
-#define HFA_KERNELS(KERNEL) HFA_LINEAR_KERNELS(KERNEL) HFA_OTHER_KERNELS(KERNEL)
+#define HFA_KERNELS(KERNEL) HFA_LINEAR_KERNELS(KERNEL) HFA_ATTENTION_KERNELS(KERNEL) HFA_OTHER_KERNELS(KERNEL)
 
 // -- linear layers: out[r, n] = sum_k x[r, k] * w[n, k] (+ bias[n]) (then an epilogue) --------------------------------
 
@@ -641,7 +641,8 @@ struct Kernels {
 void run_layer(const Kernels& kernels, const LayerCall& call);
 
 // The functions that each instruction set defines. The build sets HFA_NAMESPACE and HFA_TABLE for each of them. One that
-// differs from another one in linear kernels alone has all else from it: HFA_BASE is the other's namespace.
+// differs from another one in linear kernels alone has all else from it: HFA_BASE is the other's namespace. Tiles of pairs
+// serve attention too.
 #if defined(HFA_NAMESPACE)
 #if !defined(HFA_BASE)
 #define HFA_BASE HFA_NAMESPACE
@@ -652,6 +653,7 @@ HFA_KERNELS(HFA_DECLARATION)
 }  // namespace HFA_BASE
 namespace HFA_NAMESPACE {
 HFA_LINEAR_KERNELS(HFA_DECLARATION)
+HFA_ATTENTION_KERNELS(HFA_DECLARATION)
 }  // namespace HFA_NAMESPACE
 #undef HFA_DECLARATION
 #endif

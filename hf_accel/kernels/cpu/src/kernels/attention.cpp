@@ -16,12 +16,11 @@
 namespace {
 
 constexpr int64_t TILE_ROWS = 128;
-constexpr int64_t GROUP = 8;                  // rows of a group
 constexpr int64_t SCORE_STRIDE = SPLIT + 16;  // with a power of two, all rows would be in the same cache sets
 
 // What is done with keys and with values of one storage type: see pack.h and unpacked.h.
 struct KeyFunctions {
-  void (*pack)(const KeyRows&, int64_t, int64_t, int64_t, float*);
+  void (*pack)(const KeyRows&, int64_t, int64_t, int64_t, int64_t, float*);
   void (*scores)(int64_t, Words, const KeyRows&, int64_t, int64_t, int64_t, float*, int64_t);
 };
 struct ValueFunctions {
@@ -68,15 +67,15 @@ struct Attention {
   float* pack_queries(const Tile& t) const {
     struct Queries;
     typedef typename W::Number Number;
-    float* const out = static_cast<float*>(
-        scratch<Queries>(static_cast<size_t>((t.last - t.first) * group * (words + LANES)) * sizeof(float)));
+    const int64_t rows = (t.last - t.first) * group + GROUP<W>;
+    float* const out = static_cast<float*>(scratch<Queries>(static_cast<size_t>(rows * (words + LANES)) * sizeof(float)));
     const int64_t start = c.cu_q ? c.cu_q[t.b] * c.q.token : t.b * c.q.batch;
     for (int64_t r = 0; r < (t.last - t.first) * group; ++r) {
       const int64_t at = start + (t.first + r / group) * c.q.token + (t.head * group + r % group) * c.q.head;
       Number* const to = reinterpret_cast<Number*>(out + r * words);
       if (c.k_dtype == INT4) rotate_query(at, to);
       else for (int64_t i = 0; i < c.head_dim; i += LANES) copy_query(at + i, c.head_dim - i, to + i);
-      if (c.head_dim % W::STEP) to[c.head_dim] = Number();
+      for (int64_t i = c.head_dim; i < words * W::STEP; ++i) to[i] = Number();
     }
     return out;
   }
@@ -117,7 +116,7 @@ struct Attention {
   // split. k and v: what pack_split packed; null if the rows are few, and keys and values are read where they are.
   bool group_of_rows(const Tile& t, int64_t r0, int64_t count, int64_t start, const float* q, const KeyRows& rows,
                      const float* k, const float* v, Range* visible, Partial* parts, float* sums) const {
-    alignas(64) float scores[GROUP * SCORE_STRIDE];
+    alignas(64) float scores[GROUP<W> * SCORE_STRIDE];
     Range any = {SPLIT, 0};
     for (int64_t r = 0; r < count; ++r) {
       const Range all = seen(t.b, t.first + (r0 + r) / group);
@@ -125,11 +124,12 @@ struct Attention {
       if (!visible[r].empty()) any = {at_most(any.first, visible[r].first), at_least(any.last, visible[r].last)};
     }
     if (any.empty()) return false;
-    const int64_t from = any.first / LANES, to = ceil_div(any.last, LANES);
+    const int64_t from = any.first / WHOLE_KEYS<W> * (WHOLE_KEYS<W> / LANES);
+    const int64_t to = ceil_div(any.last, WHOLE_KEYS<W>) * (WHOLE_KEYS<W> / LANES);
     const Words queries = {q + r0 * words, words};
     if (k)
-      product<W>(count, queries, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
-                 scores + from * LANES, SCORE_STRIDE);
+      multiply<W>(count, queries, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
+                  scores + from * LANES, SCORE_STRIDE);
     else for_keys.scores(count, queries, rows, from, to, c.head_dim, scores, SCORE_STRIDE);
     for (int64_t r = 0; r < count; ++r) {
       const Range all = {from * LANES, to * LANES};
@@ -139,11 +139,14 @@ struct Attention {
                              : to_weights<W, false>(c, rows, mine, all, nullptr, 1.0f, row);
     }
     if (v)
-      product<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, any.first / W::STEP, ceil_div(any.last, W::STEP),
-                 padded / LANES, sums, padded);
+      multiply<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES,
+                  BY_TILES<W> ? from * LANES / W::STEP : any.first / W::STEP,
+                  BY_TILES<W> ? to * LANES / W::STEP : ceil_div(any.last, W::STEP), padded / LANES, sums, padded);
     else for_values.values(count, {scores, SCORE_STRIDE}, rows, any, c.value_dim, sums, padded);
     return true;
   }
+
+  static Range in_whole_parts(Range keys) { return {keys.first / WHOLE * WHOLE, ceil_div(keys.last, WHOLE) * WHOLE}; }
 
   // Finds the keys and the values of a split, and packs them if more rows than those of one product use them.
   void pack_split(const Tile& t, int64_t start, KeyRows& rows, float*& k, float*& v) const {
@@ -154,22 +157,25 @@ struct Attention {
     if ((t.last - t.first) * group <= most_unpacked<W>()) return;
     k = static_cast<float*>(scratch<Keys>(static_cast<size_t>(SPLIT * words) * sizeof(float)));
     v = static_cast<float*>(scratch<Values>(static_cast<size_t>(SPLIT / W::STEP * padded) * sizeof(float)));
-    for_keys.pack(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, k);
-    for_values.pack(rows, mine, c.value_dim, padded, v);
+    for_keys.pack(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, words, k);
+    for_values.pack(rows, BY_TILES<W> ? in_whole_parts(mine) : mine, c.value_dim, padded, v);
   }
 
   // Computes all rows of a tile over one split, and merges the results into `states` and `sums` [rows, padded].
   void add_split(const Tile& t, int64_t split, const float* q, Partial* states, float* sums) const {
     struct Part;
-    float* const part_sums = static_cast<float*>(scratch<Part>(static_cast<size_t>(GROUP * padded) * sizeof(float)));
+    float* const part_sums = static_cast<float*>(scratch<Part>(static_cast<size_t>(GROUP<W> * padded) * sizeof(float)));
     const int64_t count = (t.last - t.first) * group, start = split * SPLIT;
     KeyRows rows;
     float *k, *v;
     pack_split(t, start, rows, k, v);
-    for (int64_t r0 = 0; r0 < count; r0 += GROUP) {
-      Partial parts[GROUP];
-      Range visible[GROUP];
-      const int64_t height = at_most(GROUP, count - r0);
+#if defined(HFA_TILES)
+    const Tiles on_this_thread;
+#endif
+    for (int64_t r0 = 0; r0 < count; r0 += GROUP<W>) {
+      Partial parts[GROUP<W>];
+      Range visible[GROUP<W>];
+      const int64_t height = at_most(GROUP<W>, count - r0);
       if (!group_of_rows(t, r0, height, start, q, rows, k, v, visible, parts, part_sums)) continue;
       for (int64_t r = 0; r < height; ++r)
         if (!visible[r].empty())
@@ -324,7 +330,7 @@ template <class W>
 void run(const AttentionCall& c) {
   const int64_t vector = LANES * W::STEP;
   Attention<W>{c, key_functions<W>(c.k_dtype), value_functions<W>(c.v_dtype), c.heads / c.kv_heads,
-               ceil_div(c.head_dim, W::STEP), ceil_div(c.value_dim, vector) * vector}
+               ceil_div(c.head_dim, W::STEP * WHOLE_WORDS<W>) * WHOLE_WORDS<W>, ceil_div(c.value_dim, vector) * vector}
       .run();
 }
 

@@ -13,15 +13,16 @@
 
 namespace {
 
+constexpr int64_t TILE_INPUTS = TILE_WIDTH / 2;  // inputs of a tile
+constexpr int64_t TILE_SUMS = TILE_HEIGHT * TILE_WORDS;
+constexpr int64_t IN_PLACE = 8;                  // the most tiles of rows that read weights where the model keeps them
+constexpr int64_t PACKED_STEPS = 8;              // tiles along the inputs that are packed at once: 8 KB of each
+
 // As FloatDot of float_tile.h, by the registers of simd/tiles.h.
 struct TileDot {
   typedef Bf16 Number;
-  static constexpr int64_t CHUNK = 64, WHOLE_ROWS = 32;
+  static constexpr int64_t CHUNK = 128, WHOLE_ROWS = 32;
 };
-
-constexpr int64_t TILE_INPUTS = TILE_WIDTH / 2;  // inputs of a tile
-constexpr int64_t TILE_SUMS = TILE_HEIGHT * TILE_WORDS;
-constexpr int64_t PACKED_STEPS = 16;             // tiles along the inputs that are packed at once: 16 KB of each
 
 // Transposes 16 x 16 words. The strides are in words.
 inline void transpose_words(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
@@ -37,6 +38,13 @@ inline void transpose_words(const float* from, int64_t from_stride, float* to, i
 // Copies a tile of at most 16 rows and 32 inputs, and fills it up with zeros.
 inline void copy_tile(const Bf16* from, int64_t stride, int64_t rows, int64_t count, void* tile) {
   if (rows < TILE_HEIGHT || count < TILE_INPUTS) std::memset(tile, 0, TILE_BYTES);
+  if (rows >= TILE_HEIGHT && count >= TILE_INPUTS) {
+    for (int64_t r = 0; r < TILE_HEIGHT; ++r)
+      for (int64_t i = 0; i < TILE_WIDTH; i += 4 * LANES)
+        store_bytes(static_cast<uint8_t*>(tile) + r * TILE_WIDTH + i,
+                    load_bytes(reinterpret_cast<const uint8_t*>(from + r * stride) + i));
+    return;
+  }
   const size_t bytes = static_cast<size_t>(at_most(count, TILE_INPUTS)) * sizeof *from;
   for (int64_t r = 0; r < at_most(rows, TILE_HEIGHT); ++r)
     std::memcpy(static_cast<uint8_t*>(tile) + r * TILE_WIDTH, from + r * stride, bytes);
@@ -55,13 +63,15 @@ struct WeightTiles {
   int64_t row;         // between the outputs of a tile
   int64_t other;       // from a tile to that of the next 16 outputs
   int64_t step;        // to the tiles of the next inputs
-  const uint8_t* next; // what to prefetch: the same outputs' weights of the next pair, or null
+  const uint8_t* next; // what to prefetch: the weights of the next pair of tiles
+  int64_t next_row;    // between its outputs
 };
 
 // Adds the products of 32 outputs with TALL * 16 rows to sums [2][sums_stride], over `steps` tiles of inputs.
+// Meanwhile outputs [first, last) of the next weights are prefetched.
 template <int TALL>
 inline void multiply_bf16(const WeightTiles& weights, const uint8_t* x, int64_t x_stride, int64_t steps, float* sums,
-                          int64_t sums_stride) {
+                          int64_t sums_stride, int64_t first, int64_t last) {
   load_tile<0>(sums, TILE_WIDTH);
   load_tile<1>(sums + sums_stride, TILE_WIDTH);
   if constexpr (TALL == 2) {
@@ -80,8 +90,7 @@ inline void multiply_bf16(const WeightTiles& weights, const uint8_t* x, int64_t 
       dot_bf16<2, 4, 7>();
       dot_bf16<3, 5, 7>();
     }
-    if (weights.next)
-      for (int64_t n = 0; n < PAIR; ++n) prefetch_l2(weights.next + n * weights.row + s * weights.step);
+    for (int64_t n = first; n < last; ++n) prefetch_l2(weights.next + n * weights.next_row + s * TILE_WIDTH);
   }
   store_tile<0>(sums, TILE_WIDTH);
   store_tile<1>(sums + sums_stride, TILE_WIDTH);
@@ -103,30 +112,32 @@ struct TileSums {
   int64_t tall, steps;
   const uint8_t* x;
 
-  // Adds steps [s, s + count) of the pair of output tiles that begins at output n. Only the first rows prefetch.
-  void add(int64_t n, WeightTiles weights, int64_t s, int64_t count) const {
-    const int64_t x_stride = steps * TILE_BYTES, stride = tall * TILE_SUMS;
+  // Adds steps [s, s + count) of the pair of output tiles that begins at output n.
+  void add(int64_t n, const WeightTiles& weights, int64_t s, int64_t count) const {
+    const int64_t x_stride = steps * TILE_BYTES, stride = tall * TILE_SUMS, share = ceil_div(PAIR, ceil_div(tall, 2));
     float* to = sums + n / TILE_HEIGHT * stride;
-    for (int64_t t = 0; t < tall; t += 2, weights.next = nullptr) {
+    for (int64_t t = 0, next = 0; t < tall; t += 2, next += share) {
       const uint8_t* rows = x + t * x_stride + s * TILE_BYTES;
-      if (t + 1 < tall) multiply_bf16<2>(weights, rows, x_stride, count, to + t * TILE_SUMS, stride);
-      else multiply_bf16<1>(weights, rows, x_stride, count, to + t * TILE_SUMS, stride);
+      const int64_t last = at_most(next + share, PAIR);
+      if (t + 1 < tall) multiply_bf16<2>(weights, rows, x_stride, count, to + t * TILE_SUMS, stride, next, last);
+      else multiply_bf16<1>(weights, rows, x_stride, count, to + t * TILE_SUMS, stride, next, last);
     }
   }
 
-  // For few rows. Adds the first `count` steps of all whole pairs of output tiles, whose weights are read in place.
+  // For up to IN_PLACE tiles of rows. Adds the first `count` steps of all whole pairs of output tiles, whose weights are read in place.
   // `next_task`: the number of outputs from the first one to the first of this thread's next task, probably.
   void add_in_place(const TaskWeights& weights, int64_t count, int64_t next_task) const {
     const int64_t row = weights.inputs * static_cast<int64_t>(sizeof(Bf16));
     for (int64_t n = 0; n + PAIR <= weights.outputs; n += PAIR) {
       const uint8_t* first = reinterpret_cast<const uint8_t*>(weights.first) + n * row;
       const int64_t next = n + 2 * PAIR <= weights.outputs ? PAIR : next_task - n;
-      add(n, {first, row, TILE_HEIGHT * row, TILE_WIDTH, first + next * row}, 0, count);
+      add(n, {first, row, TILE_HEIGHT * row, TILE_WIDTH, first + next * row, row}, 0, count);
     }
   }
 
-  // Adds all other steps. The weights of 32 outputs and 512 inputs are copied to the first-level cache, from which all
-  // rows use them. The same inputs of the rows stay in the second-level cache while all outputs use them.
+  // Adds all other steps. The weights of 32 outputs and 256 inputs are copied to the first-level cache, from which all
+  // rows use them, while the next ones are prefetched. The same inputs of the rows stay in the second-level cache while
+  // all outputs use them: with 512 inputs and 64 outputs, 512 rows took 1.3 times as long.
   void add_packed(const TaskWeights& weights, int64_t in_place) const {
     struct Packed;
     constexpr int64_t BYTES = PACKED_STEPS * TILE_BYTES;
@@ -141,7 +152,11 @@ struct TileSums {
             copy_tile(weights.first + output * weights.inputs + k, weights.inputs, weights.outputs - output,
                       weights.inputs - k, packed + half * BYTES + i * TILE_BYTES);
           }
-        if (count > 0) add(n, {packed, TILE_WIDTH, BYTES, TILE_BYTES, nullptr}, first, count);
+        const int64_t next = n + PAIR < weights.outputs ? (n + PAIR) * weights.inputs : PACKED_STEPS * TILE_INPUTS;
+        const Bf16* const at = weights.first + next + s * TILE_INPUTS;
+        const int64_t row = weights.inputs * static_cast<int64_t>(sizeof(Bf16));
+        const WeightTiles tiles{packed, TILE_WIDTH, BYTES, TILE_BYTES, reinterpret_cast<const uint8_t*>(at), row};
+        if (count > 0) add(n, tiles, first, count);
       }
   }
 };

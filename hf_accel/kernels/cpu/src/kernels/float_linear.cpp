@@ -288,7 +288,7 @@ void sum_chunk<TileDot, Bf16>(const Input<TileDot>& input, const Chunk& chunk, f
   const TileSums all{tiles, tall, steps, x};
   const TaskWeights weights{static_cast<const Bf16*>(chunk.matrix->weight) + chunk.n * K, chunk.outputs, K};
   const Tiles on_this_thread;
-  const int64_t in_place = tall <= 2 ? K / TILE_INPUTS : 0;
+  const int64_t in_place = tall <= IN_PLACE ? K / TILE_INPUTS : 0;
   if (in_place) all.add_in_place(weights, in_place, input.threads * TileDot::CHUNK);
   all.add_packed(weights, in_place);
   for (int64_t n = 0; n < wide; ++n)
@@ -327,8 +327,9 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   // Rows are split over threads only if there are few chunks.
   const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
-  // One row is a stream for each thread, in a region of its own as long as threads take tasks in turns.
-  const int64_t regions = STREAMS_ROW && input.rows == 1 ? call.threads : 1, tasks = ceil_div(chunks * parts, regions);
+  // One row of vectors is a stream for each thread, in a region of its own as long as threads take tasks in turns.
+  const bool streams = STREAMS_ROW && Dot::WHOLE_ROWS == 1 && input.rows == 1;
+  const int64_t regions = streams ? call.threads : 1, tasks = ceil_div(chunks * parts, regions);
   parallel_for(tasks * regions, call.threads, [&](int64_t taken) {
     const int64_t task = taken % regions * tasks + taken / regions;
     if (task >= chunks * parts) return;

@@ -8,7 +8,7 @@
 
 namespace {
 
-union Tile {
+union TileMemory {
   uint8_t bytes[TILE_HEIGHT][TILE_WIDTH];
   int8_t levels[TILE_HEIGHT][TILE_WIDTH];
   int32_t words[TILE_HEIGHT][TILE_WORDS];
@@ -18,8 +18,8 @@ union Tile {
 
 thread_local bool has_tiles = false;
 
-inline Tile& tile_number(int number) {
-  static thread_local Tile tiles[8];
+inline TileMemory& tile_number(int number) {
+  static thread_local TileMemory tiles[8];
   if (!has_tiles) __builtin_trap();
   return tiles[number];
 }
@@ -31,25 +31,25 @@ class Tiles {
   Tiles() {
     if (has_tiles) __builtin_trap();  // the inner object would take the tiles from the outer one
     has_tiles = true;
-    for (int number = 0; number < 8; ++number) std::memset(&tile_number(number), 0xff, sizeof(Tile));
+    for (int number = 0; number < 8; ++number) std::memset(&tile_number(number), 0xff, sizeof(TileMemory));
   }
   ~Tiles() { has_tiles = false; }
   Tiles(const Tiles&) = delete;
 };
 
 template <int T>
-inline void zero_tile() { std::memset(&tile_number(T), 0, sizeof(Tile)); }
+inline void zero_tile() { std::memset(&tile_number(T), 0, sizeof(TileMemory)); }
 
 template <int T>
 inline void load_tile(const void* p, int64_t stride) {
-  Tile& tile = tile_number(T);
+  TileMemory& tile = tile_number(T);
   for (int64_t i = 0; i < TILE_HEIGHT; ++i)
     std::memcpy(tile.bytes[i], static_cast<const uint8_t*>(p) + i * stride, TILE_WIDTH);
 }
 
 template <int T>
 inline void store_tile(void* p, int64_t stride) {
-  const Tile& tile = tile_number(T);
+  const TileMemory& tile = tile_number(T);
   for (int64_t i = 0; i < TILE_HEIGHT; ++i)
     std::memcpy(static_cast<uint8_t*>(p) + i * stride, tile.bytes[i], TILE_WIDTH);
 }
@@ -57,8 +57,8 @@ inline void store_tile(void* p, int64_t stride) {
 template <int C, int A, int B>
 inline void dot_int8() {
   static_assert(C != A && A != B && B != C, "AMX has no such instruction");
-  Tile& c = tile_number(C);
-  const Tile &a = tile_number(A), &b = tile_number(B);
+  TileMemory& c = tile_number(C);
+  const TileMemory &a = tile_number(A), &b = tile_number(B);
   for (int64_t m = 0; m < TILE_HEIGHT; ++m)
     for (int64_t k = 0; k < TILE_HEIGHT; ++k)
       for (int64_t n = 0; n < TILE_WORDS; ++n) {
@@ -73,8 +73,8 @@ inline float without_denormal(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f 
 template <int C, int A, int B>
 inline void dot_bf16() {
   static_assert(C != A && A != B && B != C, "AMX has no such instruction");
-  Tile& c = tile_number(C);
-  const Tile &a = tile_number(A), &b = tile_number(B);
+  TileMemory& c = tile_number(C);
+  const TileMemory &a = tile_number(A), &b = tile_number(B);
   for (int64_t m = 0; m < TILE_HEIGHT; ++m)
     for (int64_t n = 0; n < TILE_WORDS; ++n) {
       float sums[2] = {};

@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int64_t SPLIT = 512;  // the keys of a split; it is constant so that the order of sums is
+constexpr int64_t WHOLE = 32;   // the keys of a part of it: what no query sees of the first and the last part is null
 constexpr int64_t AHEAD = 48;   // how many keys ahead to prefetch
 
 struct Range {
@@ -51,8 +52,8 @@ inline void find_rows(const AttentionCall& c, int64_t b, int64_t head, int64_t s
   const int64_t k_step = c.k.token * k_bytes, v_step = c.v.token * v_bytes;
   int64_t i = keys.first - start;
   const int64_t end = keys.last - start;
-  for (int64_t j = i / 16 * 16; j < i; ++j) rows.k[j] = rows.v[j] = nullptr;
-  for (int64_t j = end; j < ceil_div(end, 16) * 16; ++j) rows.k[j] = rows.v[j] = nullptr;
+  for (int64_t j = i / WHOLE * WHOLE; j < i; ++j) rows.k[j] = rows.v[j] = nullptr;
+  for (int64_t j = end; j < ceil_div(end, WHOLE) * WHOLE; ++j) rows.k[j] = rows.v[j] = nullptr;
   if (!c.block_table) {
     const int64_t first = keys.first + (c.cu_k ? c.cu_k[b] : 0);
     k += (b * c.k.batch + first * c.k.token) * k_bytes;
@@ -122,9 +123,9 @@ inline HFA_INLINE void load_values(const KeyRows& rows, int64_t word, int64_t co
 
 template <class W, class T>
 struct Packing {
-  // Packs the keys of vectors [first, last) as words [vector][word][lane]. Each lane is a key.
-  static void keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, float* out) {
-    const int64_t words = ceil_div(dim, W::STEP);
+  // Packs the keys of vectors [first, last) as words [vector][word][lane]. Each lane is a key. Words without numbers are
+  // zeros.
+  static void keys(const KeyRows& rows, int64_t first, int64_t last, int64_t dim, int64_t words, float* out) {
     for (int64_t vector = first; vector < last; ++vector) {
       prefetch_ahead(rows.k, vector * LANES, LANES, last * LANES, bytes_of<T>(dim));
       for (int64_t word = 0; word < words; word += LANES) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "pack.h"
-#include "products.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -74,8 +74,9 @@ struct UnpackedRows {
 };
 
 // The most rows for which keys and values are not packed: the sums and a square of keys must have room in the registers.
+// Tiles add in another order than vectors, so that they multiply any number of rows.
 template <class W>
-constexpr int64_t most_unpacked() { return W::STEP == 1 ? 4 : MOST_ROWS; }
+constexpr int64_t most_unpacked() { return BY_TILES<W> ? 0 : W::STEP == 1 ? 4 : MOST_ROWS; }
 
 // Calls f with the number of rows as a constant.
 template <class W, class Function>
