@@ -27,6 +27,8 @@ FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.bfloat16, "avx512_vnni_bf16"): 64,
     (torch.float32, "avx512_vnni_bf16"): 256,
+    (torch.float32, "amx"): 64,
+    (torch.float16, "amx"): 24,
 }
 UNLIMITED = 2**62
 # Instruction sets whose tiles multiply bfloat16 faster than torch does with any number of rows: on a Xeon 6 with two
