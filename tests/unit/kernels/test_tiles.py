@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,18 +12,23 @@ from torch import Tensor
 from hf_accel.errors import UnsupportedError
 from hf_accel.hardware import device
 from hf_accel.hardware.device import ISA_LEVELS
-from hf_accel.kernels.cpu import isa, library, refusal
+from hf_accel.kernels.cpu import isa, library, refusal, using_isa
+from hf_accel.kernels.cpu.attention import attend
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, quantize
+from hf_accel.kernels.layouts import KV, AttentionOptions
 
 from .conftest import running_level
 
 NEVER = 2**31 - 1
-LEVELS = ("amx", "avx2_tiles")
+STAND_INS = ("avx2_tiles", "avx512_bf16_tiles")
+LEVELS = ("amx", *STAND_INS)
 FORMATS = [
     (8, None, True),
     (8, 32, True),
     (8, 128, True),
+    (8, 256, True),
+    (4, 320, False),
     *((4, group, symmetric) for group in (32, 64, 128) for symmetric in (True, False)),
     *((bits, group, symmetric) for bits in (3, 2) for group, symmetric in ((32, False), (128, True))),
 ]
@@ -126,7 +132,7 @@ def test_the_stand_in_is_never_chosen_by_itself() -> None:
     features: frozenset[str] = frozenset()
     for needed in ISA_LEVELS.values():
         features |= needed
-        assert device.choose_isa(features) != "avx2_tiles"
+        assert device.choose_isa(features) not in STAND_INS
     assert device.choose_isa(features) == "amx"
 
 
@@ -180,10 +186,10 @@ def sums_of_tiles(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("inputs", [1, 2, 31, 32, 33, 511, 513, 1100])
 def test_bf16_in_the_documented_order(inputs: int, outputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
-    x = torch.randn(65, inputs).bfloat16()
+    x = torch.randn(150, inputs).bfloat16()  # weights of more than 128 rows are copied
     linear = FloatLinear([weight], [bias])
     expected = (sums_of_tiles(x, weight) + bias).bfloat16()
-    for rows in (1, 15, 16, 17, 32, 33, 48, 65):
+    for rows in (1, 15, 16, 17, 32, 33, 48, 65, 128, 129, 150):
         assert torch.equal(linear(x[:rows]), expected[:rows])
 
 
@@ -201,3 +207,36 @@ def test_bf16_rows_below_the_fewest_are_added_by_vectors() -> None:
     assert torch.equal(mixed(x), by_tiles(x))
     assert torch.equal(mixed(x[:15]), by_vectors(x[:15]))
     torch.testing.assert_close(by_tiles(x), by_vectors(x))
+
+
+def levels_of_pairs() -> list[str]:
+    """The levels whose attention is multiplied by tiles, of those that run here."""
+    found = []
+    for level in ("amx", "avx512_bf16_tiles"):
+        with contextlib.suppress(UnsupportedError), using_isa(level):
+            found.append(level)
+    return found
+
+
+@pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+@pytest.mark.parametrize("dims", [(64, 64), (40, 100), (3, 33)], ids=str)
+@pytest.mark.parametrize("window", [None, 77])
+def test_attention_by_tiles(window: int | None, dims: tuple[int, int]) -> None:
+    """Any number of queries gives a row the same bits, and AMX those of the loops; all are near to float32's."""
+    dim, value_dim = dims
+    q, k, v = torch.randn(1, 6, 60, dim), torch.randn(1, 2, 650, dim), torch.randn(1, 2, 650, value_dim)
+    q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
+    options = AttentionOptions(dim**-0.5, causal=True, window=window)
+    if not (levels := levels_of_pairs()):
+        pytest.skip("needs AVX-512 with BF16")
+    near, found = attend(q.float(), KV(k.float(), v.float()), options), []
+    for level in levels:
+        with using_isa(level):
+            whole = attend(q, KV(k, v), options)
+            for last in (1, 2, 3, 8, 59):  # the last queries, as decode and drafts compute them
+                assert torch.equal(attend(q[:, :, -last:], KV(k, v), options), whole[:, -last:])
+            first = attend(q[:, :, :20], KV(k[:, :, :-40], v[:, :, :-40]), options)  # as chunks of a prompt
+            assert torch.equal(first, whole[:, :20])
+        found.append(whole)
+        torch.testing.assert_close(whole.float(), near, rtol=0.02, atol=0.02)
+    assert all(torch.equal(other, found[0]) for other in found[1:])
