@@ -267,6 +267,14 @@ def test_row_invariance_is_claimed_where_it_holds(family, keywords, why) -> None
             hf_accel.plan(model, weights=None, fuse=False, deterministic=True)
 
 
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize(("deterministic", "rows"), [(False, "few rows"), (True, "any number of rows")])
+def test_float_linears_say_for_how_many_rows_they_are_native(deterministic: bool, rows: str) -> None:
+    plan = hf_accel.plan(build("llama"), weights=None, deterministic=deterministic)
+    (line,) = (each for each in lines(plan, "fused") if "float linears" in each["what"])
+    assert line["choice"] == f"native for {rows}"
+
+
 def test_layers_that_were_quantized_before_are_row_invariant_or_refused(tmp_path: Path) -> None:
     folders = {}
     for activations in ("auto", None):

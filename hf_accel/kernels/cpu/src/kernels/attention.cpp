@@ -146,6 +146,7 @@ struct Attention {
     return true;
   }
 
+  static_assert(!BY_TILES<W> || WHOLE_KEYS<W> == WHOLE);
   static Range in_whole_parts(Range keys) { return {keys.first / WHOLE * WHOLE, ceil_div(keys.last, WHOLE) * WHOLE}; }
 
   // Finds the keys and the values of a split, and packs them if more rows than those of one product use them.
