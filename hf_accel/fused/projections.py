@@ -28,7 +28,6 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.bfloat16, "avx512_vnni_bf16"): 64,
     (torch.float32, "avx512_vnni_bf16"): 256,
     (torch.float32, "amx"): 64,
-    (torch.float16, "amx"): 24,
 }
 UNLIMITED = 2**62
 # Instruction sets whose tiles multiply bfloat16 faster than torch does with any number of rows: on a Xeon 6 with two

@@ -66,7 +66,7 @@ BY_TILES = {"amx": ("attention",), "avx512_bf16_tiles": ("attention",)}  # what 
 ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
 
 # Other levels are not built with sanitizers: they have the same code and would take minutes to compile.
-SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles", "neon_dotprod", "neon")
+SANITIZED_LEVELS = ("avx512_vnni_bf16", "avx2", "avx2_tiles", "avx512_bf16_tiles", "neon_dotprod", "neon")
 
 
 class BuildError(Exception):

@@ -61,7 +61,7 @@ def test_half_precision_stays_native_where_torch_is_slow(
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: in_torch)
     assert projections.native_rows(torch.bfloat16) == rows
     assert projections.native_expert_rows(torch.bfloat16) == (128 if level == "amx" else rows)
-    assert projections.native_rows(torch.float16) == ((24 if level == "amx" else 128) if in_torch else UNLIMITED)
+    assert projections.native_rows(torch.float16) == (128 if in_torch else UNLIMITED)
     singles = {"avx512_vnni_bf16": 256, "amx": 64}.get(level, 128)
     assert (projections.native_rows(torch.float32), projections.native_rows(torch.float64)) == (singles, 0)
 
