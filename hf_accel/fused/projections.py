@@ -24,16 +24,13 @@ from ..undo.state import FUSED
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
 # (`python -m benchmarks.run float_rows`).
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
+UNLIMITED = 2**62
 ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.bfloat16, "avx512_vnni_bf16"): 64,
     (torch.float32, "avx512_vnni_bf16"): 256,
-    (torch.float32, "amx"): 64,
+    (torch.bfloat16, "amx"): UNLIMITED,
 }
-UNLIMITED = 2**62
-# Instruction sets whose tiles multiply bfloat16 faster than torch does with any number of rows: on a Xeon 6 with two
-# threads 64 rows took 0.5 times as long, 512 rows 0.8 to 0.9 times. Tiles do not serve experts, each of few rows.
-WITH_TILES = ("amx",)
-EXPERT_ROWS = 128
+EXPERT_ROWS_OF_LEVELS = {(torch.bfloat16, "amx"): 128}  # tiles do not serve experts
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
 # benchmarks/results/amd-epyc-avx2/prefill.json). For float16, torch may lack instructions on all of them.
@@ -44,18 +41,14 @@ NativeCall = IntegerLinear | FloatLinear
 
 def native_rows(dtype: torch.dtype) -> int:
     """Return the most rows with which our product of float weights is faster than torch's on this CPU."""
-    if is_slow_in_torch(dtype) or _has_tiles(dtype):
+    if is_slow_in_torch(dtype):
         return UNLIMITED
     return ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
 
 
 def native_expert_rows(dtype: torch.dtype) -> int:
     """Return the most rows of an expert, on average, with which our product is faster than torch's on this CPU."""
-    return EXPERT_ROWS if _has_tiles(dtype) else native_rows(dtype)
-
-
-def _has_tiles(dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and isa() in WITH_TILES
+    return EXPERT_ROWS_OF_LEVELS.get((dtype, isa()), native_rows(dtype))
 
 
 def is_bare_linear(layer: nn.Module) -> bool:

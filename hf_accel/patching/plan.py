@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..attention import AttentionBackend
 from ..config import PatchConfig
+from ..fused.hf.sites import FEW_EXPERTS
 from ..fused.projections import UNLIMITED
 from ..fused.site import Dropped, FusedSite
 from ..generation.agreement import ALONE, ProcessAgreement
@@ -143,8 +144,8 @@ class Plan(Printed):
         replaced = {p.site.module for p in self.quantized} | {site.module for site in self.fused.linears}
         if any(_is_float_linear(module) and module not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")
-        elif self.invariant_rows is not None:
-            clauses.add(f"float linears of more than {self.invariant_rows} rows go to torch, which rounds otherwise")
+        elif self.fused.linears and self.fused.float_rows < UNLIMITED:
+            clauses.add(f"float linears of more than {self.fused.float_rows} rows go to torch, which rounds otherwise")
         # Over pages, we compute these and their parts, of which we call the linears.
         kept = (site.module for site in self.fused.sites if site.kind.multiplies)
         replaced |= {part for module in kept for part in (module, *module.children())}
@@ -156,9 +157,12 @@ class Plan(Printed):
 
     @property
     def invariant_rows(self) -> int | None:
-        """The most rows that float linears round as they round one; None where that is any number, or not even two."""
-        bounded = bool(self.fused.linears) and self.fused.float_rows < UNLIMITED
-        return self.fused.float_rows if bounded else None
+        """The most rows that float linears and experts round as they round one; None where that is any number, or not
+        even two.
+        """
+        rows = [self.fused.float_rows] if self.fused.linears else []
+        rows += [site.state.rows for site in self.fused.sites if site.kind == FEW_EXPERTS]
+        return min((number for number in rows if number < UNLIMITED), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the choices, the bytes, and the least seconds per token at the measured bandwidth, JSON-able."""

@@ -14,7 +14,7 @@ from hf_accel import SpeculativeConfig
 from .speculating import OracleTree, RandomDrafter, by_engine, requests, target
 
 NEW_TOKENS = 20
-MANY = 20  # steps; how many trees there are depends on what passes cost, which is measured
+AT_ONCE = 8  # requests: their trees have room in the passes of every CPU, whose most rows differ
 PROMPTS = requests(24, shared=17, seed=3)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 12, "repetition_penalty": 1.2}
 
@@ -23,7 +23,9 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 12, "repetition_penalty"
 def plain(family: str, dtype: str, weights: str | None, sampled: bool) -> list[list[int]]:
     """The tokens without drafts."""
     options = {"options": SAMPLED | {"seed": 5}} if sampled else {}
-    return by_engine(target(family, 4, dtype, weights), PROMPTS, NEW_TOKENS, spread=False, **options)[0]
+    return by_engine(
+        target(family, 4, dtype, weights), PROMPTS, NEW_TOKENS, spread=False, max_running=AT_ONCE, **options
+    )[0]
 
 
 def _until(tokens: list[int], ends: Any) -> list[int]:
@@ -47,7 +49,7 @@ def assert_same(
         NEW_TOKENS,
         speculative=config,
         options=options,
-        **settings,
+        **{"max_running": AT_ONCE, **settings},
     )
     assert tokens == expected
     found: dict[str, Any] = stats["speculation"]
@@ -59,7 +61,7 @@ def assert_same(
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_blocks(block_size: int, sampled: bool) -> None:
     stats = assert_same("llama", block_size, sampled=sampled)
-    assert stats["branched"] > MANY and stats["tokens_per_pass"] > 1.5
+    assert stats["branched"] > 50 and stats["tokens_per_pass"] > 1.5
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -86,7 +88,7 @@ def test_settings(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
 def test_families(family: str) -> None:
-    assert assert_same(family, 4, sampled=family == "mistral")["branched"] > MANY
+    assert assert_same(family, 4, sampled=family == "mistral")["branched"] > 50
 
 
 def test_shared_random_numbers() -> None:
@@ -97,12 +99,12 @@ def test_shared_random_numbers() -> None:
     assert expected != plain("llama", "auto", None, True)
     known = {(tuple(prompt), 5): answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
     config = SpeculativeConfig(drafter=OracleTree(known), num_draft=4, max_nodes=12, verify="seeded")
-    tokens, stats = by_engine(target("llama"), PROMPTS, NEW_TOKENS, speculative=config, **options)
-    assert tokens == expected and stats["speculation"]["branched"] > MANY
+    tokens, stats = by_engine(target("llama"), PROMPTS, NEW_TOKENS, speculative=config, max_running=AT_ONCE, **options)
+    assert tokens == expected and stats["speculation"]["branched"] > 50
 
 
 def test_drawn_blocks() -> None:
-    assert assert_same("llama", 4, sampled=True, verify="block")["branched"] > MANY
+    assert assert_same("llama", 4, sampled=True, verify="block")["branched"] > 50
 
 
 def test_ends_inside_of_branches() -> None:

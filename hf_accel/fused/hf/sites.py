@@ -113,8 +113,7 @@ def fused_sites(
     checked: dict[Any, bool] = {}  # by what the check depends on
     packed = any(STARTS in parameter_names(type(module).forward) for module in model.modules())
     for name, module in modules_by_name(model):
-        rows = expert_rows if device_type == "cpu" and holds_experts(module) else float_rows
-        site = _candidate(name, module, dtype, rows, device_type=device_type)
+        site = _candidate(name, module, dtype, float_rows, expert_rows=expert_rows, device_type=device_type)
         if site is not None and site.kind == PATCHES and not packed:  # others are given whole images
             continue
         found = None if site is None else _checked(site, dtype, device_type, checked=checked)
@@ -160,7 +159,7 @@ def _checked(
 
 
 def _candidate(
-    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, device_type: str
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, expert_rows: int, device_type: str
 ) -> FusedSite | None:
     """Return a site of the kind that a module seems to be, by its name and its code."""
     if seems_rms_norm(module):
@@ -175,8 +174,8 @@ def _candidate(
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     if device_type == "cpu" and has_library(device_type) and holds_experts(module):
-        kind = EXPERTS if float_rows == UNLIMITED else FEW_EXPERTS
-        return FusedSite(name, module, kind, NativeExperts, ExpertsState(float_rows))
+        kind = EXPERTS if expert_rows == UNLIMITED else FEW_EXPERTS
+        return FusedSite(name, module, kind, NativeExperts, ExpertsState(expert_rows))
     if device_type == "cpu" and has_library(device_type) and seems_router(module):
         kind = ROUTER if float_rows == UNLIMITED else FEW_ROUTER
         known = multiplies_by_its_weight(module)

@@ -60,7 +60,7 @@ BASES = {
     "avx512_bf16_tiles": "avx512_vnni_bf16",
 }  # fmt: skip
 OWN_SOURCES = ("float_linear", "integer_linear", "mixture", "table")
-BY_TILES = {"amx": ("attention",), "avx512_bf16_tiles": ("attention",)}  # what tiles of bfloat16 serve besides
+BY_TILES = ("attention",)  # what tiles of bfloat16 serve besides
 
 # The names that zig has for processors of ARM.
 ZIG_NAMES = {"-march=armv8-a": "-mcpu=generic", "-march=armv8.2-a": "-mcpu=generic+v8_2a"}
@@ -138,6 +138,11 @@ def level_flags(level: str, compiler: Sequence[str]) -> list[str]:
     return [translated(flag) for flag in LEVELS[level]]
 
 
+def own_sources(level: str) -> tuple[str, ...]:
+    """Return the sources that are compiled for a level that has a base."""
+    return (*OWN_SOURCES, *BY_TILES) if {"-DHFA_TILES", "-DHFA_BF16"} <= {*LEVELS[level]} else OWN_SOURCES
+
+
 def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilation]:
     """All files, level by level, the largest of a level first, so that no core waits long for the last ones.
 
@@ -156,7 +161,7 @@ def _jobs(levels: Mapping[str, Sequence[str]], scratch: Path) -> list[Compilatio
         jobs += [
             Compilation(level, source, scratch / f"{source.stem}.{level}.o", [*flags, *names])
             for source in sources
-            if base not in levels or source.stem in (*OWN_SOURCES, *BY_TILES.get(level, ()))
+            if base not in levels or source.stem in own_sources(level)
         ]
     return jobs
 

@@ -20,8 +20,8 @@ FORMATS = {8: 3, 4: 5, 3: 8, 2: 9}  # the Dtype of types.h for each number of bi
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 FP4 = 7  # that of 4 bits that are floats (E2M1)
 # The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors are faster;
-# `python -m benchmarks.run tiles` measures it. The results have the same bits. On a Xeon 6 with two threads 12 rows of
-# 8 bits took tiles 1.1 times as long and 16 rows 0.9 times, of 4 bits 0.8 and 0.7 times. Groups of 32 fill half of a
+# `python -m benchmarks.run tiles` measures it. The results have the same bits. On an Intel Xeon with two threads 12 rows
+# of 8 bits took tiles 1.1 times as long and 16 rows 0.9 times, of 4 bits 0.8 and 0.7 times. Groups of 32 fill half of a
 # tile: 16 rows took tiles 1.1 times as long, 24 rows as long as vectors.
 TILE_ROWS = {8: 16, 4: 12, 3: 12, 2: 12}
 SMALL_GROUP, SMALL_GROUP_TILE_ROWS = 32, 32

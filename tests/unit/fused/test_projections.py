@@ -62,7 +62,7 @@ def test_half_precision_stays_native_where_torch_is_slow(
     assert projections.native_rows(torch.bfloat16) == rows
     assert projections.native_expert_rows(torch.bfloat16) == (128 if level == "amx" else rows)
     assert projections.native_rows(torch.float16) == (128 if in_torch else UNLIMITED)
-    singles = {"avx512_vnni_bf16": 256, "amx": 64}.get(level, 128)
+    singles = 256 if level == "avx512_vnni_bf16" else 128
     assert (projections.native_rows(torch.float32), projections.native_rows(torch.float64)) == (singles, 0)
 
 

@@ -18,6 +18,7 @@ from hf_accel.kernels.cpu.build import (
     _jobs,
     _precompile,
     find_compiler,
+    own_sources,
 )
 
 OWN = r"\bHFA_(TILES|AMX|AVX_VNNI|I8MM)\b|\bdot4|\bDOT4_OFFSET\b|/tiles\.h"  # what levels and their bases differ in
@@ -39,7 +40,7 @@ def read_by(source: Path) -> dict[Path, str]:
 def test_only_linear_kernels_differ_between_a_level_and_its_base(source: Path) -> None:
     code = {path: text for path, text in read_by(source).items() if path.parent.name != "simd"}
     differs = any(re.search(OWN, text) or "HFA_NAMESPACE::integer_experts(" in text for text in code.values())
-    assert differs == (source.stem in {*OWN_SOURCES, *BY_TILES["amx"]})
+    assert differs == (source.stem in {*OWN_SOURCES, *BY_TILES})
 
 
 def test_a_level_has_the_kernels_of_its_base(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_a_level_has_the_kernels_of_its_base(tmp_path: Path) -> None:
     jobs = _jobs({level: [] for level in LEVELS}, tmp_path)
     for level in LEVELS:
         own = [job for job in jobs if job.level == level]
-        expected = {*OWN_SOURCES, *BY_TILES.get(level, ())} if level in BASES else sources
+        expected = {*own_sources(level)} if level in BASES else sources
         assert {job.source.stem for job in own} == expected
         assert all((f"-DHFA_BASE=hfa_{BASES.get(level)}" in job.flags) == (level in BASES) for job in own)
         sizes = [job.source.stat().st_size for job in own]

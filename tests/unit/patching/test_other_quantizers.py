@@ -92,8 +92,15 @@ def torchao() -> Any:
 def test_torchao(torchao: Any, settings: str) -> None:
     model = build("llama")
     torchao.quantize_(model, getattr(torchao, settings)())
-    # Where it rounds activations, the last bit of another layer's result decides over a whole step.
+    # Where it rounds activations, the last bit of another layer's result decides over a whole step; its own layers
+    # compute what they did.
     check_patched(model, type(model.lm_head.weight).__name__, same_tokens="Activation" not in settings)
+    linears, x = [m for m in model.modules() if isinstance(m, torch.nn.Linear)], torch.randn(5, 64)
+    with torch.no_grad():
+        expected = [linear(x[:, : linear.in_features]) for linear in linears]
+        with hf_accel.patched(model):
+            found = [linear(x[:, : linear.in_features]) for linear in linears]
+    assert all(map(torch.equal, found, expected))
 
 
 def test_torchao_after_patch(torchao: Any) -> None:

@@ -168,7 +168,9 @@ def test_float_files_are_patched(tmp_path: Path) -> None:
     assert model.get_submodule("model.layers.0.mlp.up_proj").layout.bits == 4 and model.dtype is torch.float16
     exact = hf_accel.load(path, weights=None, dtype="float32")
     with torch.no_grad():
-        torch.testing.assert_close(exact(IDS).logits, stock(path)(IDS).logits, rtol=1e-3, atol=1e-3)
+        # Sums of float32 differ between CPUs by more than ours do from the exact ones.
+        expected = stock(path).double()(IDS).logits
+        torch.testing.assert_close(exact(IDS).logits.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 # -- what is refused -----------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_predictions_hold_in_generate() -> None:
     report = measure_acceptance(
         target, draft, rows, max_draft=3, max_tokens=1800, max_new_tokens=80, batch_size=8, **QUIET
     )
-    hf_accel.patch(target, weights=None, deterministic=True)  # or drafts end where a pass would have too many rows
+    hf_accel.patch(target, weights=None)
     ids = torch.tensor(rows)[:, :12]
     for length in (1, 3):
         target.generate(

@@ -124,30 +124,30 @@ struct Attention {
       if (!visible[r].empty()) any = {at_most(any.first, visible[r].first), at_least(any.last, visible[r].last)};
     }
     if (any.empty()) return false;
-    const int64_t from = any.first / WHOLE_KEYS<W> * (WHOLE_KEYS<W> / LANES);
-    const int64_t to = ceil_div(any.last, WHOLE_KEYS<W>) * (WHOLE_KEYS<W> / LANES);
+    const Range all = whole_keys(any), summed = BY_TILES<W> ? all : any;
+    const int64_t from = all.first / LANES, to = all.last / LANES;
     const Words queries = {q + r0 * words, words};
     if (k)
       multiply<W>(count, queries, k + from * words * LANES, LANES, words * LANES, 0, words, to - from,
                   scores + from * LANES, SCORE_STRIDE);
     else for_keys.scores(count, queries, rows, from, to, c.head_dim, scores, SCORE_STRIDE);
     for (int64_t r = 0; r < count; ++r) {
-      const Range all = {from * LANES, to * LANES};
       const Range mine = visible[r].empty() ? Range{all.first, all.first} : visible[r];
       float* const row = scores + r * SCORE_STRIDE;
       parts[r] = c.bias.data ? to_weights<W, true>(c, rows, mine, all, bias_of(t, r0 + r, start), gate_of(t, r0 + r), row)
                              : to_weights<W, false>(c, rows, mine, all, nullptr, 1.0f, row);
     }
     if (v)
-      multiply<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES,
-                  BY_TILES<W> ? from * LANES / W::STEP : any.first / W::STEP,
-                  BY_TILES<W> ? to * LANES / W::STEP : ceil_div(any.last, W::STEP), padded / LANES, sums, padded);
+      multiply<W>(count, {scores, SCORE_STRIDE}, v, padded, LANES, summed.first / W::STEP,
+                  ceil_div(summed.last, W::STEP), padded / LANES, sums, padded);
     else for_values.values(count, {scores, SCORE_STRIDE}, rows, any, c.value_dim, sums, padded);
     return true;
   }
 
-  static_assert(!BY_TILES<W> || WHOLE_KEYS<W> == WHOLE);
-  static Range in_whole_parts(Range keys) { return {keys.first / WHOLE * WHOLE, ceil_div(keys.last, WHOLE) * WHOLE}; }
+  static_assert(!BY_TILES<W> || WHOLE_KEYS<W> == WHOLE, "find_rows must know all keys whose values are packed");
+  static Range whole_keys(Range keys) {
+    return {keys.first / WHOLE_KEYS<W> * WHOLE_KEYS<W>, ceil_div(keys.last, WHOLE_KEYS<W>) * WHOLE_KEYS<W>};
+  }
 
   // Finds the keys and the values of a split, and packs them if more rows than those of one product use them.
   void pack_split(const Tile& t, int64_t start, KeyRows& rows, float*& k, float*& v) const {
@@ -159,7 +159,7 @@ struct Attention {
     k = static_cast<float*>(scratch<Keys>(static_cast<size_t>(SPLIT * words) * sizeof(float)));
     v = static_cast<float*>(scratch<Values>(static_cast<size_t>(SPLIT / W::STEP * padded) * sizeof(float)));
     for_keys.pack(rows, mine.first / LANES, ceil_div(mine.last, LANES), c.head_dim, words, k);
-    for_values.pack(rows, BY_TILES<W> ? in_whole_parts(mine) : mine, c.value_dim, padded, v);
+    for_values.pack(rows, BY_TILES<W> ? whole_keys(mine) : mine, c.value_dim, padded, v);
   }
 
   // Computes all rows of a tile over one split, and merges the results into `states` and `sums` [rows, padded].

@@ -37,17 +37,14 @@ inline void transpose_words(const float* from, int64_t from_stride, float* to, i
 
 // Copies a tile of at most 16 rows and 32 inputs, and fills it up with zeros.
 inline void copy_tile(const Bf16* from, int64_t stride, int64_t rows, int64_t count, void* tile) {
-  if (rows < TILE_HEIGHT || count < TILE_INPUTS) std::memset(tile, 0, TILE_BYTES);
-  if (rows >= TILE_HEIGHT && count >= TILE_INPUTS) {
-    for (int64_t r = 0; r < TILE_HEIGHT; ++r)
-      for (int64_t i = 0; i < TILE_WIDTH; i += 4 * LANES)
-        store_bytes(static_cast<uint8_t*>(tile) + r * TILE_WIDTH + i,
-                    load_bytes(reinterpret_cast<const uint8_t*>(from + r * stride) + i));
+  uint8_t* const to = static_cast<uint8_t*>(tile);
+  if (rows >= TILE_HEIGHT && count >= TILE_INPUTS) {  // of a constant size, which is no call
+    for (int64_t r = 0; r < TILE_HEIGHT; ++r) std::memcpy(to + r * TILE_WIDTH, from + r * stride, TILE_WIDTH);
     return;
   }
+  std::memset(to, 0, TILE_BYTES);
   const size_t bytes = static_cast<size_t>(at_most(count, TILE_INPUTS)) * sizeof *from;
-  for (int64_t r = 0; r < at_most(rows, TILE_HEIGHT); ++r)
-    std::memcpy(static_cast<uint8_t*>(tile) + r * TILE_WIDTH, from + r * stride, bytes);
+  for (int64_t r = 0; r < at_most(rows, TILE_HEIGHT); ++r) std::memcpy(to + r * TILE_WIDTH, from + r * stride, bytes);
 }
 
 // Packs a tile of the input as a second factor: word [k, r] has inputs 2 k and 2 k + 1 of row r.
@@ -124,8 +121,8 @@ struct TileSums {
     }
   }
 
-  // For up to IN_PLACE tiles of rows. Adds the first `count` steps of all whole pairs of output tiles, whose weights are read in place.
-  // `next_task`: the number of outputs from the first one to the first of this thread's next task, probably.
+  // For up to IN_PLACE tiles of rows. Adds the first `count` steps of all whole pairs of output tiles, whose weights are
+  // read in place. `next_task`: the number of outputs from the first one to the first of this thread's next task, probably.
   void add_in_place(const TaskWeights& weights, int64_t count, int64_t next_task) const {
     const int64_t row = weights.inputs * static_cast<int64_t>(sizeof(Bf16));
     for (int64_t n = 0; n + PAIR <= weights.outputs; n += PAIR) {

@@ -270,19 +270,18 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
   struct Sums; struct UpSums;
   const BlockWeights<FORMAT> weights(linear, matrix, b);
   const uint8_t* next = weights.weight + call.threads * weights.bytes(weights.inputs);
-  const auto fetch = [&](int64_t from, int64_t to) { fetch_results(call, matrix.column + b * BLOCK, from, to); };
   for (int64_t r = first; r < last; r += MOST_ROWS) {
     const int64_t rows = at_most(MOST_ROWS, last - r);
     const size_t bytes = static_cast<size_t>(ceil_div(rows, TILE_HEIGHT) * UNIT) * sizeof(float);
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
     if (!has_gate(linear)) {
-      tile_block(weights, x, r, rows, next, sums, fetch);
+      tile_block(weights, x, r, rows, next, sums);
       finish(matrix, call, b, r, rows, sums, nullptr);
     } else {
       const BlockWeights<FORMAT> up(linear, linear.matrices[1], b);
       float* up_sums = static_cast<float*>(scratch<UpSums>(bytes));
-      tile_block(weights, x, r, rows, up.weight, sums, [](int64_t, int64_t) {});
-      tile_block(up, x, r, rows, next, up_sums, fetch);
+      tile_block(weights, x, r, rows, up.weight, sums);
+      tile_block(up, x, r, rows, next, up_sums);
       finish(matrix, call, b, r, rows, sums, up_sums);
     }
   }

@@ -7,7 +7,7 @@
 //
 // A store waits until the last product of its tile is done, some 50 cycles, and nothing would multiply in between: so each
 // tile of sums is stored while the next one is made. Meanwhile the vector units add the sums of the tile of rows before to
-// the float sums. On a Xeon 6 with two threads 512 rows took 0.88 times as long as with four tiles stored together; of
+// the float sums. On an Intel Xeon with two threads 512 rows took 0.88 times as long as with four tiles stored together; of
 // what is left, a quarter adds, and the bytes that come from the second-level cache (46 a cycle) bound the rest.
 #pragma once
 
@@ -53,17 +53,17 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   for (; first % TILE_HEIGHT; ++first) unrolled<WIDE>([&](auto v) HFA_INLINE { store_word(first, v, iset1(0)); });
 }
 
-// What turns the integer sums of a group into its share of the float sums, as floats of the block's outputs.
-struct alignas(64) PanelFactors {
-  float scales[BLOCK], minima[BLOCK];
-  bool lowered;
+// The factors of a group for all outputs of the block.
+template <int FORMAT>
+struct PanelFactors {
+  GroupFactors<FORMAT> of[BLOCK / LANES];
 };
 
 // The products of a tile of rows with COUNT groups, which are still to be added to its float sums.
 template <int FORMAT, int COUNT>
 struct Products {
   const int32_t* integers;      // [COUNT][TILE_HEIGHT][BLOCK]
-  const PanelFactors* factors;  // [COUNT]
+  const PanelFactors<FORMAT>* factors;  // [COUNT]
   const float* x_scales;        // [COUNT][x_stride]
   const int32_t* x_sums;
   int64_t x_stride;
@@ -83,20 +83,11 @@ struct Products {
       const int32_t* from = integers + (g * TILE_HEIGHT + r) * BLOCK;
       const F x_scale = set1(x_scales[g * x_stride + r]);
       unrolled<WIDE>([&](auto v) HFA_INLINE {
-        const F share = share_of<g, v>(load_bytes(from + v * LANES), r);
+        const F share = factors[g].of[v].share(load_bytes(from + v * LANES), x_sums[g * x_stride + r]);
         totals[v] = add(totals[v], mul(share, x_scale));
       });
     });
     unrolled<WIDE>([&](auto v) HFA_INLINE { store(sums + r * BLOCK + v * LANES, totals[v]); });
-  }
-  // As GroupFactors.
-  template <int G, int V>
-  inline HFA_INLINE F share_of(I sum, [[maybe_unused]] int64_t r) const {
-    if constexpr (FORMAT == INT8) return to_f(sum);
-    const F result = mul(to_f(sum), load(factors[G].scales + V * LANES));
-    if (!factors[G].lowered) return result;
-    const F x_sum = set1(static_cast<float>(x_sums[G * x_stride + r]));
-    return sub(result, mul(load(factors[G].minima + V * LANES), x_sum));
   }
 };
 
@@ -152,7 +143,7 @@ struct Panel {
   const BlockWeights<FORMAT>& weights;
   const QuantizedRows& x;
   uint8_t* tiles;
-  PanelFactors* factors;
+  PanelFactors<FORMAT>* factors;
   int64_t first, last, steps;  // steps: tiles along the inputs of a group
 
   void unpack() const;
@@ -175,14 +166,7 @@ void Panel<FORMAT>::unpack() const {
   for (int64_t g = first; g < last; ++g) {
     const GroupTask task = weights.group(g);
     unpack_group<FORMAT>(task, tiles + (g - first) * steps * K_BYTES);
-    if constexpr (FORMAT != INT8) {
-      PanelFactors& to = factors[g - first];
-      to.lowered = task.minima != nullptr;
-      for (int64_t i = 0; i < BLOCK; i += LANES) {
-        store(to.scales + i, weight_factor(task, task.scales, i));
-        if (to.lowered) store(to.minima + i, weight_factor(task, task.minima, i));
-      }
-    }
+    for (int v = 0; v < BLOCK / LANES; ++v) factors[g - first].of[v] = {task, v * LANES};
   }
 }
 
@@ -223,11 +207,10 @@ void Panel<FORMAT>::add_groups(int64_t from, int64_t to, int64_t r0, int64_t row
 }
 
 // Computes sums [rows, 64], x times a block of weights, without the scales of outputs and the bias. There is room for
-// whole tiles of rows. `next_block`: the weights that this thread will probably need after it. Calls
-// before_last(first, last) with rows whose sums will soon be complete.
-template <int FORMAT, class Ready>
+// whole tiles of rows. `next_block`: the weights that this thread will probably need after it.
+template <int FORMAT>
 void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int64_t r0, int64_t rows,
-                const uint8_t* next_block, float* sums, const Ready& before_last) {
+                const uint8_t* next_block, float* sums) {
   struct Unpacked; struct Factors;
   const int64_t whole = ceil_div(rows, TILE_HEIGHT) * TILE_HEIGHT, steps = ceil_div(x.group, TILE_WIDTH);
   std::memset(sums, 0, static_cast<size_t>(whole * BLOCK) * sizeof(float));
@@ -235,8 +218,8 @@ void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int
   const int64_t pair = steps == 1 ? 2 : 1, most = rows <= STRIP ? pair : at_least(pair, PANEL_BYTES / group_bytes);
   const int64_t groups = most / pair * pair;
   uint8_t* tiles = static_cast<uint8_t*>(scratch<Unpacked>(static_cast<size_t>(groups * group_bytes)));
-  const size_t factor_bytes = static_cast<size_t>(groups) * sizeof(PanelFactors);
-  PanelFactors* factors = static_cast<PanelFactors*>(scratch<Factors>(factor_bytes));
+  typedef PanelFactors<FORMAT> OfGroup;
+  OfGroup* factors = static_cast<OfGroup*>(scratch<Factors>(static_cast<size_t>(groups) * sizeof(OfGroup)));
   const Tiles on_this_thread;
   for (int64_t g = 0; g < x.groups; g += groups) {
     const Panel<FORMAT> panel{weights, x, tiles, factors, g, at_most(g + groups, x.groups), steps};
@@ -244,10 +227,8 @@ void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int
     const int64_t lines = weights.group_bytes * (panel.last - g) / LINE;
     const int64_t parts = whole / TILE_HEIGHT * PARTS * (panel.last - g);
     NextPanel next{panel.last < x.groups ? weights.group(panel.last).weight : next_block, ceil_div(lines, parts)};
-    for (int64_t r = 0; r < whole; r += STRIP) {
-      if (panel.last == x.groups) before_last(r0 + r, r0 + at_most(r + STRIP, rows));
+    for (int64_t r = 0; r < whole; r += STRIP)
       panel.add_strip(r0 + r, at_most(STRIP, whole - r), next, sums + r * BLOCK);
-    }
   }
 }
 

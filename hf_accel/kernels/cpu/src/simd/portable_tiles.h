@@ -1,4 +1,5 @@
-// Tiles in memory, with the results of AMX. Like AMX, they stop a program that uses them without a Tiles object.
+// Tiles in memory, with the results of AMX. Like AMX, they stop a program that uses them without a Tiles object. Products
+// are not inlined: with them, kernels would take minutes to compile.
 #pragma once
 
 #include <cmath>
@@ -55,7 +56,7 @@ inline void store_tile(void* p, int64_t stride) {
 }
 
 template <int C, int A, int B>
-inline void dot_int8() {
+__attribute__((noinline)) void dot_int8() {
   static_assert(C != A && A != B && B != C, "AMX has no such instruction");
   TileMemory& c = tile_number(C);
   const TileMemory &a = tile_number(A), &b = tile_number(B);
@@ -71,7 +72,7 @@ inline void dot_int8() {
 inline float without_denormal(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f * x : x; }
 
 template <int C, int A, int B>
-inline void dot_bf16() {
+__attribute__((noinline)) void dot_bf16() {
   static_assert(C != A && A != B && B != C, "AMX has no such instruction");
   TileMemory& c = tile_number(C);
   const TileMemory &a = tile_number(A), &b = tile_number(B);

@@ -45,17 +45,15 @@ inline void tile_columns(Words a, const float* b, int64_t b_stride, int64_t b_st
   unrolled<WIDE>([&](auto v) HFA_INLINE { store_tile<v>(out + v * TILE_WORDS, out_stride * WORD); });
 }
 
-// The same for any number of vectors. There is memory for all rows of a tile of `a` and `out`.
+// The same for an even number of vectors, as whole keys and padded values have. There is memory for all rows of a tile
+// of `a` and `out`.
 inline void product_by_tiles(Words a, const float* b, int64_t b_stride, int64_t b_step, int64_t first, int64_t last,
                              int64_t count, float* out, int64_t out_stride) {
   int64_t v = 0;
   for (; v + 4 <= count; v += 4)
     tile_columns<4>(a, b + v * b_step, b_stride, b_step, first, last, out + v * TILE_WORDS, out_stride);
-  for (; v + 2 <= count; v += 2)
-    tile_columns<2>(a, b + v * b_step, b_stride, b_step, first, last, out + v * TILE_WORDS, out_stride);
-  if (v < count) tile_columns<1>(a, b + v * b_step, b_stride, b_step, first, last, out + v * TILE_WORDS, out_stride);
+  if (v < count) tile_columns<2>(a, b + v * b_step, b_stride, b_step, first, last, out + v * TILE_WORDS, out_stride);
 }
-
 #endif
 
 // `product`, by tiles or not.
