@@ -19,12 +19,10 @@ BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5, 3: 8, 2: 9}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 FP4 = 7  # that of 4 bits that are floats (E2M1)
-# The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors are faster;
-# `python -m benchmarks.run tiles` measures it. The results have the same bits. On an Intel Xeon with two threads 12 rows
-# of 8 bits took tiles 1.1 times as long and 16 rows 0.9 times, of 4 bits 0.8 and 0.7 times. Groups of 32 fill half of a
-# tile: 16 rows took tiles 1.1 times as long, 24 rows as long as vectors.
+# The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
+# faster; `python -m benchmarks.run tiles` measures it. The results have the same bits. On an Intel Xeon with
+# 8 threads 12 rows took tiles 1.08 (8 bits) and 0.89 (4 bits) times as long, and 16 rows 0.94 and 0.77 times.
 TILE_ROWS = {8: 16, 4: 12, 3: 12, 2: 12}
-SMALL_GROUP, SMALL_GROUP_TILE_ROWS = 32, 32
 
 
 class PackCall(Structure):
@@ -220,8 +218,7 @@ class IntegerLinear:
             first.format, first.activation_group, first.in_features, len(weights), number, 0, matrices
         )
         self._address = ctypes.addressof(self._linear)
-        fewest = TILE_ROWS[first.bits] if first.activation_group > SMALL_GROUP else SMALL_GROUP_TILE_ROWS
-        self.tile_rows = fewest if tile_rows is None else tile_rows
+        self.tile_rows = TILE_ROWS[first.bits] if tile_rows is None else tile_rows
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """out: what the result is written to, contiguous, of the dtype of x; None makes one."""

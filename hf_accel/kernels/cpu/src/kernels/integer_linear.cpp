@@ -272,7 +272,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
   const uint8_t* next = weights.weight + call.threads * weights.bytes(weights.inputs);
   for (int64_t r = first; r < last; r += MOST_ROWS) {
     const int64_t rows = at_most(MOST_ROWS, last - r);
-    const size_t bytes = static_cast<size_t>(ceil_div(rows, TILE_HEIGHT) * UNIT) * sizeof(float);
+    const size_t bytes = static_cast<size_t>(rows * BLOCK) * sizeof(float);
     float* sums = static_cast<float*>(scratch<Sums>(bytes));
     if (!has_gate(linear)) {
       tile_block(weights, x, r, rows, next, sums);

@@ -3,12 +3,8 @@
 //
 // The weights of some groups of a block, a panel, are unpacked to signed bytes in the order of the products: tiles side
 // by side, which all rows use. With few rows, a panel is one group, in the first-level cache; with many rows,
-// it is in the second-level cache. The float sums of a strip of rows stay in the first-level cache.
-//
-// A store waits until the last product of its tile is done, some 50 cycles, and nothing would multiply in between: so each
-// tile of sums is stored while the next one is made. Meanwhile the vector units add the sums of the tile of rows before to
-// the float sums. On an Intel Xeon with two threads 512 rows took 0.88 times as long as with four tiles stored together; of
-// what is left, a quarter adds, and the bytes that come from the second-level cache (46 a cycle) bound the rest.
+// it is in the second-level cache. The float sums of a strip of rows stay in the first-level cache. While the tiles
+// multiply, the vector units add the products before, and the weights of the next panel are prefetched.
 #pragma once
 
 #if defined(HFA_TILES)
@@ -53,86 +49,68 @@ void unpack_group(const GroupTask& task, uint8_t* tiles) {
   for (; first % TILE_HEIGHT; ++first) unrolled<WIDE>([&](auto v) HFA_INLINE { store_word(first, v, iset1(0)); });
 }
 
-// The factors of a group for all outputs of the block.
-template <int FORMAT>
-struct PanelFactors {
-  GroupFactors<FORMAT> of[BLOCK / LANES];
-};
-
-// The products of a tile of rows with COUNT groups, which are still to be added to its float sums.
-template <int FORMAT, int COUNT>
+// Integer sums over one group that are still to be added to the float sums: at most 32 rows of 32 outputs.
 struct Products {
-  const int32_t* integers;      // [COUNT][TILE_HEIGHT][BLOCK]
-  const PanelFactors<FORMAT>* factors;  // [COUNT]
-  const float* x_scales;        // [COUNT][x_stride]
+  const int32_t* integers;
+  int64_t rows;
+  GroupTask task;
+  int start;              // the first of the outputs in the block
+  const float* x_scales;  // of the rows
   const int32_t* x_sums;
-  int64_t x_stride;
-  float* sums;                  // [TILE_HEIGHT][BLOCK]
-
-  template <int ROWS>
-  inline HFA_INLINE void add_rows(int64_t first) const {
-    unrolled<ROWS>([&](auto r) HFA_INLINE { add_row(first + r); });
-  }
-
- private:
-  inline HFA_INLINE void add_row(int64_t r) const {
-    constexpr int WIDE = BLOCK / LANES;
-    F totals[WIDE];
-    unrolled<WIDE>([&](auto v) HFA_INLINE { totals[v] = load(sums + r * BLOCK + v * LANES); });
-    unrolled<COUNT>([&](auto g) HFA_INLINE {
-      const int32_t* from = integers + (g * TILE_HEIGHT + r) * BLOCK;
-      const F x_scale = set1(x_scales[g * x_stride + r]);
-      unrolled<WIDE>([&](auto v) HFA_INLINE {
-        const F share = factors[g].of[v].share(load_bytes(from + v * LANES), x_sums[g * x_stride + r]);
-        totals[v] = add(totals[v], mul(share, x_scale));
-      });
-    });
-    unrolled<WIDE>([&](auto v) HFA_INLINE { store(sums + r * BLOCK + v * LANES, totals[v]); });
-  }
+  float* sums;            // [rows, 64] of the block
 };
 
-constexpr int PARTS = BLOCK / TILE_WORDS;      // tiles of outputs, which are multiplied one after the other
-constexpr int64_t INTEGERS_ROW = BLOCK * 4;    // bytes
-constexpr int64_t UNIT = TILE_HEIGHT * BLOCK;  // sums of a tile of rows
-
-// Multiplies a tile of x with the outputs of a block, over one group of STEPS tiles (0: of `steps`), and calls between(n)
-// after each part. The sums go to integers [TILE_HEIGHT][BLOCK]; those of the last part are in register 3 still, and
-// what was there before goes to `last`.
-template <int STEPS, class Between>
-inline HFA_INLINE void multiply(const int8_t* x, int64_t x_stride, const uint8_t* weight, int64_t steps, int32_t* last,
-                                int32_t* integers, const Between& between) {
-  if constexpr (STEPS != 0) {
-    load_tile<4>(x, x_stride);
-    if constexpr (STEPS == 2) load_tile<5>(x + TILE_WIDTH, x_stride);
+template <int FORMAT>
+inline HFA_INLINE void add_products(const Products& from, int64_t first, int64_t last) {
+  if (first >= last) return;
+  constexpr int WIDE = PAIR / LANES;
+  GroupFactors<FORMAT> factors[WIDE];
+  unrolled<WIDE>([&](auto v) HFA_INLINE { factors[v] = {from.task, from.start + v * LANES}; });
+  for (int64_t r = first; r < last; ++r) {
+    const F x_scale = set1(from.x_scales[r]);
+    float* sums = from.sums + r * BLOCK + from.start;
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      const F share = factors[v].share(load_bytes(from.integers + r * PAIR + v * LANES), from.x_sums[r]);
+      store(sums + v * LANES, add(load(sums + v * LANES), mul(share, x_scale)));
+    });
   }
-  unrolled<PARTS>([&](auto n) HFA_INLINE {
-    const uint8_t* tiles = weight + n * TILE_BYTES;
-    zero_tile<n>();
-    if constexpr (STEPS == 0) {
-      for (int64_t s = 0; s + 1 < steps; ++s, tiles += K_BYTES) {
-        load_tile<4>(x + s * TILE_WIDTH, x_stride);
-        load_tile<6>(tiles, TILE_WIDTH);
-        dot_int8<n, 4, 6>();
-      }
-      load_tile<5>(x + (steps - 1) * TILE_WIDTH, x_stride);
-    } else if constexpr (STEPS == 2) {
-      load_tile<6>(tiles, TILE_WIDTH);
-      dot_int8<n, 4, 6>();
-      tiles += K_BYTES;
-    }
-    load_tile<7>(tiles, TILE_WIDTH);
-    store_tile<(n + PARTS - 1) % PARTS>(n == 0 ? last : integers + (n - 1) * TILE_WORDS, INTEGERS_ROW);
-    dot_int8<n, STEPS == 1 ? 4 : 5, 7>();
-    between(n);
-  });
 }
 
-// What to prefetch: `lines` cache lines during each part.
+// Multiplies TALL * 16 rows of x with 32 outputs over `steps` tiles of inputs, and calls between(step) after each.
+template <int TALL, class Between>
+inline HFA_INLINE void multiply(const int8_t* x, int64_t x_stride, const uint8_t* weight, int64_t steps,
+                                int32_t* integers, const Between& between) {
+  zero_tile<0>();
+  zero_tile<1>();
+  if constexpr (TALL == 2) zero_tile<2>(), zero_tile<3>();
+  for (int64_t s = 0; s < steps; ++s, x += TILE_WIDTH, weight += K_BYTES) {
+    load_tile<6>(weight, TILE_WIDTH);
+    load_tile<4>(x, x_stride);
+    dot_int8<0, 4, 6>();
+    load_tile<7>(weight + TILE_BYTES, TILE_WIDTH);
+    dot_int8<1, 4, 7>();
+    if constexpr (TALL == 2) {
+      load_tile<5>(x + TILE_HEIGHT * x_stride, x_stride);
+      dot_int8<2, 5, 6>();
+      dot_int8<3, 5, 7>();
+    }
+    between(s);
+  }
+  constexpr int64_t BYTES = PAIR * 4;  // of a row of integers
+  store_tile<0>(integers, BYTES);
+  store_tile<1>(integers + TILE_WORDS, BYTES);
+  if constexpr (TALL == 2) {
+    store_tile<2>(integers + TILE_HEIGHT * PAIR, BYTES);
+    store_tile<3>(integers + TILE_HEIGHT * PAIR + TILE_WORDS, BYTES);
+  }
+}
+
+// What to prefetch: `lines` cache lines during each product.
 struct NextPanel {
   const uint8_t* at;
   int64_t lines;
 
-  inline HFA_INLINE void fetch() {
+  void fetch() {
     for (int64_t i = 0; i < lines; ++i, at += LINE) prefetch_l2(at);
   }
 };
@@ -143,92 +121,63 @@ struct Panel {
   const BlockWeights<FORMAT>& weights;
   const QuantizedRows& x;
   uint8_t* tiles;
-  PanelFactors<FORMAT>* factors;
-  int64_t first, last, steps;  // steps: tiles along the inputs of a group
+  int64_t first, last;
 
-  void unpack() const;
-  // Adds the products of rows [r0, r0 + rows) to sums [rows, 64]. Both are filled up to whole tiles.
-  void add_strip(int64_t r0, int64_t rows, NextPanel& next, float* sums) const {
-    if (steps == 2) return add_groups<2, 1>(first, last, r0, rows, next, sums);
-    if (steps > 2) return add_groups<0, 1>(first, last, r0, rows, next, sums);
-    const int64_t even = first + (last - first) / 2 * 2;
-    add_groups<1, 2>(first, even, r0, rows, next, sums);
-    add_groups<1, 1>(even, last, r0, rows, next, sums);
+  int64_t steps() const { return ceil_div(x.group, TILE_WIDTH); }  // tiles along the inputs of a group
+  void unpack() const {
+    for (int64_t g = first; g < last; ++g)
+      unpack_group<FORMAT>(weights.group(g), tiles + (g - first) * steps() * K_BYTES);
   }
-
- private:
-  template <int STEPS, int COUNT>
-  void add_groups(int64_t from, int64_t to, int64_t r0, int64_t rows, NextPanel& next, float* sums) const;
+  void add_strip(int64_t r0, int64_t rows, NextPanel& next, float* sums) const;
 };
 
+// Adds the products of rows [r0, r0 + rows) to sums [rows, 64].
 template <int FORMAT>
-void Panel<FORMAT>::unpack() const {
+void Panel<FORMAT>::add_strip(int64_t r0, int64_t rows, NextPanel& next, float* sums) const {
+  alignas(64) int32_t integers[2][PAIR * PAIR];
+  Products before{};
+  int turn = 0;
+  const int64_t count = steps();
   for (int64_t g = first; g < last; ++g) {
     const GroupTask task = weights.group(g);
-    unpack_group<FORMAT>(task, tiles + (g - first) * steps * K_BYTES);
-    for (int v = 0; v < BLOCK / LANES; ++v) factors[g - first].of[v] = {task, v * LANES};
+    for (int64_t r = 0; r < rows; r += PAIR)
+      for (int start = 0; start < BLOCK; start += PAIR) {
+        const int64_t height = at_most(PAIR, rows - r), share = ceil_div(before.rows, count);
+        const auto between = [&](int64_t s) HFA_INLINE {
+          add_products<FORMAT>(before, at_most(before.rows, s * share), at_most(before.rows, (s + 1) * share));
+        };
+        const int8_t* levels = x.row(g, r0 + r);
+        const uint8_t* weight = tiles + (g - first) * count * K_BYTES + start / TILE_WORDS * TILE_BYTES;
+        next.fetch();
+        turn = 1 - turn;
+        if (height > TILE_HEIGHT) multiply<2>(levels, x.group, weight, count, integers[turn], between);
+        else multiply<1>(levels, x.group, weight, count, integers[turn], between);
+        const int64_t row = g * x.rows + r0 + r;
+        before = {integers[turn], height, task, start, x.scales + row, x.sums + row, sums + r * BLOCK};
+      }
   }
+  add_products<FORMAT>(before, 0, before.rows);
 }
 
-template <int FORMAT>
-template <int STEPS, int COUNT>
-void Panel<FORMAT>::add_groups(int64_t from, int64_t to, int64_t r0, int64_t rows, NextPanel& next,
-                               float* sums) const {
-  if (from == to) return;
-  alignas(64) int32_t integers[2][COUNT * UNIT];
-  constexpr int SHARE = TILE_HEIGHT / (COUNT * PARTS);
-  const int64_t group_bytes = steps * K_BYTES, x_group = x.rows * x.group;
-  // The first call adds what it does not have yet: nothing.
-  alignas(64) float nowhere[UNIT];
-  std::memset(integers[1], 0, sizeof integers[1]);
-  Products<FORMAT, COUNT> before{integers[1], factors, x.scales, x.sums, 0, nowhere};
-  int32_t* last = integers[1] + (COUNT - 1) * UNIT + (PARTS - 1) * TILE_WORDS;
-  int turn = 0;
-  for (int64_t g = from; g < to; g += COUNT) {
-    const int8_t* levels = x.row(g, r0);
-    const uint8_t* weight = tiles + (g - first) * group_bytes;
-    const int64_t row = g * x.rows + r0;
-    for (int64_t r = 0; r < rows; r += TILE_HEIGHT, turn = 1 - turn) {
-      int32_t* const now = integers[turn];
-      unrolled<COUNT>([&](auto i) HFA_INLINE {
-        int32_t* const of_group = now + i * UNIT;
-        multiply<STEPS>(levels + i * x_group + r * x.group, x.group, weight + i * group_bytes, steps, last, of_group,
-                        [&](auto n) HFA_INLINE {
-          before.template add_rows<SHARE>((i * PARTS + n) * SHARE);
-          next.fetch();
-        });
-        last = of_group + (PARTS - 1) * TILE_WORDS;
-      });
-      before = {now, factors + (g - first), x.scales + row + r, x.sums + row + r, x.rows, sums + r * BLOCK};
-    }
-  }
-  store_tile<PARTS - 1>(last, INTEGERS_ROW);
-  before.template add_rows<TILE_HEIGHT>(0);
-}
-
-// Computes sums [rows, 64], x times a block of weights, without the scales of outputs and the bias. There is room for
-// whole tiles of rows. `next_block`: the weights that this thread will probably need after it.
+// Computes sums [rows, 64], x times a block of weights, without the scales of outputs and the bias. `next_block`: the
+// weights that this thread will probably need after it.
 template <int FORMAT>
 void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int64_t r0, int64_t rows,
                 const uint8_t* next_block, float* sums) {
-  struct Unpacked; struct Factors;
-  const int64_t whole = ceil_div(rows, TILE_HEIGHT) * TILE_HEIGHT, steps = ceil_div(x.group, TILE_WIDTH);
-  std::memset(sums, 0, static_cast<size_t>(whole * BLOCK) * sizeof(float));
-  const int64_t group_bytes = steps * K_BYTES;
-  const int64_t pair = steps == 1 ? 2 : 1, most = rows <= STRIP ? pair : at_least(pair, PANEL_BYTES / group_bytes);
-  const int64_t groups = most / pair * pair;
+  struct Unpacked;
+  std::memset(sums, 0, static_cast<size_t>(rows * BLOCK) * sizeof(float));
+  const int64_t group_bytes = ceil_div(x.group, TILE_WIDTH) * K_BYTES;
+  const int64_t groups = rows <= STRIP ? 1 : at_least(1, PANEL_BYTES / group_bytes);
   uint8_t* tiles = static_cast<uint8_t*>(scratch<Unpacked>(static_cast<size_t>(groups * group_bytes)));
-  typedef PanelFactors<FORMAT> OfGroup;
-  OfGroup* factors = static_cast<OfGroup*>(scratch<Factors>(static_cast<size_t>(groups) * sizeof(OfGroup)));
   const Tiles on_this_thread;
   for (int64_t g = 0; g < x.groups; g += groups) {
-    const Panel<FORMAT> panel{weights, x, tiles, factors, g, at_most(g + groups, x.groups), steps};
+    const Panel<FORMAT> panel{weights, x, tiles, g, at_most(g + groups, x.groups)};
     panel.unpack();
     const int64_t lines = weights.group_bytes * (panel.last - g) / LINE;
-    const int64_t parts = whole / TILE_HEIGHT * PARTS * (panel.last - g);
-    NextPanel next{panel.last < x.groups ? weights.group(panel.last).weight : next_block, ceil_div(lines, parts)};
-    for (int64_t r = 0; r < whole; r += STRIP)
-      panel.add_strip(r0 + r, at_most(STRIP, whole - r), next, sums + r * BLOCK);
+    const int64_t products = ceil_div(rows, PAIR) * (BLOCK / PAIR) * (panel.last - g);
+    NextPanel next{panel.last < x.groups ? weights.group(panel.last).weight : next_block, ceil_div(lines, products)};
+    for (int64_t r = 0; r < rows; r += STRIP)
+      panel.add_strip(r0 + r, at_most(STRIP, rows - r), next, sums + r * BLOCK);
   }
 }
 

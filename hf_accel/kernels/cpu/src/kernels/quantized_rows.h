@@ -54,11 +54,10 @@ inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int
   q.rows = rows;
   q.group = group;
   q.groups = ceil_div(in_features, group);
-  // Tiles read 16 rows of 64 levels, also where there are fewer; what they read there is not used.
-  const int64_t count = q.groups * rows + 16;
-  q.levels = static_cast<int8_t*>(scratch<Levels>(static_cast<size_t>(count * group + 64)));
-  q.scales = static_cast<float*>(scratch<Scales>(static_cast<size_t>(count) * sizeof(float)));
-  q.sums = static_cast<int32_t*>(scratch<Sums>(static_cast<size_t>(count) * sizeof(int32_t)));
+  // Tiles read 32 rows of 64 levels, also where there are fewer; what they read there is not used.
+  q.levels = static_cast<int8_t*>(scratch<Levels>(static_cast<size_t>((q.groups * rows + 32) * group + 64)));
+  q.scales = static_cast<float*>(scratch<Scales>(static_cast<size_t>(q.groups * rows) * sizeof(float)));
+  q.sums = static_cast<int32_t*>(scratch<Sums>(static_cast<size_t>(q.groups * rows) * sizeof(int32_t)));
   const int64_t chunk = 8;  // rows of a task; with fewer rows, a second thread would cost more than it saves
   parallel_for(ceil_div(rows, chunk), threads, [&](int64_t task) {
     for (int64_t r = task * chunk; r < at_most(rows, (task + 1) * chunk); ++r)
