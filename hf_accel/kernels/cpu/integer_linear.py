@@ -19,10 +19,11 @@ BLOCK = 64  # outputs of a packed block
 FORMATS = {8: 3, 4: 5, 3: 8, 2: 9}  # the Dtype of types.h for each number of bits
 INT8_GROUPS = 6  # that of 8 bits whose scales belong to groups of inputs
 FP4 = 7  # that of 4 bits that are floats (E2M1)
-# The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors should be
-# faster; `python -m benchmarks.run tiles` measures it. The results have the same bits. On an Intel Xeon with
-# 8 threads 12 rows took tiles 1.08 (8 bits) and 0.89 (4 bits) times as long, and 16 rows 0.94 and 0.77 times.
-TILE_ROWS = {8: 16, 4: 12, 3: 12, 2: 12}
+# The fewest rows that tiles multiply (AMX), for each number of bits. With fewer, dot products of vectors are faster,
+# which read several blocks side by side; `python -m benchmarks.run tiles` measures it. The results have the same bits.
+# On an Intel Xeon with 2 threads 8 rows took tiles 1.15 (8 bits) and 0.96 (4 bits) times as long, and 10 rows 0.97 and
+# 0.90 times.
+TILE_ROWS = {8: 9, 4: 8, 3: 7, 2: 7}
 
 
 class PackCall(Structure):

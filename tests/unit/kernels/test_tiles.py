@@ -15,7 +15,7 @@ from hf_accel.hardware.device import ISA_LEVELS
 from hf_accel.kernels.cpu import isa, library, refusal, using_isa
 from hf_accel.kernels.cpu.attention import attend
 from hf_accel.kernels.cpu.float_linear import FloatLinear
-from hf_accel.kernels.cpu.integer_linear import IntegerLinear, PackedWeight, quantize
+from hf_accel.kernels.cpu.integer_linear import IntegerExperts, IntegerLinear, PackedWeight, quantize
 from hf_accel.kernels.layouts import KV, AttentionOptions
 
 from .conftest import running_level
@@ -116,6 +116,62 @@ def test_gate_and_up(bits: int, epilogue: str) -> None:
     weights = [packed(bits, None if bits == 8 else 32, outputs=70, inputs=128) for _ in range(2)]
     linear = IntegerLinear(weights, [torch.randn(70), None], epilogue=epilogue)
     assert_as_by_vectors(linear, torch.randn(40, 128).half())
+
+
+def blocks_of(bits: int, group: int | None, floats: Tensor, *, symmetric: bool = True) -> list[PackedWeight]:
+    """Each block of 64 outputs as a weight of its own, so that no other is read beside it."""
+    found = [quantize(bits, part, group or floats.shape[1], symmetric=symmetric) for part in floats.split(64)]
+    return [weights[0] for weights in found if weights is not None]
+
+
+@pytest.mark.covering(3)
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("inputs", [100, 320])
+@pytest.mark.parametrize(("bits", "group", "symmetric"), FORMATS)
+def test_blocks_that_are_read_side_by_side(bits: int, group: int | None, symmetric: bool, inputs: int) -> None:
+    inputs = inputs if bits == 8 and not group else 5 * (group or 0)
+    floats = [torch.randn(outputs, inputs) for outputs in (450, 130, 256)]
+    biases = [torch.randn(450), None, torch.randn(256)]
+    weights = [blocks_of(bits, group, part, symmetric=symmetric) for part in floats]
+    wholes = [quantize(bits, part, group or inputs, symmetric=symmetric) for part in floats]
+    linear = IntegerLinear([whole[0] for whole in wholes if whole], biases, tile_rows=NEVER)
+    x = torch.randn(9, inputs) * torch.logspace(-3, 3, 9)[:, None]
+    x[4, 7] = float("nan")
+    for rows in range(1, 10):
+        parts = []
+        for whole, bias in zip(weights, biases, strict=True):
+            of_blocks = [None] * len(whole) if bias is None else bias.split(64)
+            parts += [IntegerLinear([w], [b])(x[:rows]) for w, b in zip(whole, of_blocks, strict=True)]
+        torch.testing.assert_close(linear(x[:rows]), torch.cat(parts, dim=1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("outputs", [256, 330])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32), (3, 32)])
+def test_gate_and_up_that_are_read_side_by_side(bits: int, group: int | None, outputs: int) -> None:
+    floats = [torch.randn(outputs, 160) for _ in range(2)]
+    wholes = [quantize(bits, part, group or 160) for part in floats]
+    linear = IntegerLinear([whole[0] for whole in wholes if whole], [None] * 2, epilogue="silu", tile_rows=NEVER)
+    pairs = zip(*(blocks_of(bits, group, part) for part in floats), strict=True)
+    blocks = [IntegerLinear(list(pair), [None] * 2, epilogue="silu") for pair in pairs]
+    x = torch.randn(8, 160).bfloat16()
+    for rows in range(1, 9):
+        assert torch.equal(linear(x[:rows]), torch.cat([block(x[:rows]) for block in blocks], dim=1))
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("counts", [[1, 0, 1], [3, 8, 0], [1, 9, 2], [8, 8, 8]])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 32)])
+def test_experts_whose_blocks_are_read_side_by_side(bits: int, group: int | None, counts: list[int]) -> None:
+    floats = [torch.randn(330, 128) for _ in counts]
+    wholes = [quantize(bits, part, group or 128) for part in floats]
+    x, starts = torch.randn(sum(counts), 128), torch.tensor([0, *torch.tensor(counts).cumsum(0)])
+    experts = IntegerExperts([whole[0] for whole in wholes if whole], None)
+    parts = []
+    for part, rows in zip(floats, x.split(counts), strict=True):
+        blocks = [IntegerLinear([block], [None]) for block in blocks_of(bits, group, part)]
+        parts.append(torch.cat([block(rows) for block in blocks], dim=1))
+    assert torch.equal(experts.grouped(x, starts), torch.cat(parts))
 
 
 @pytest.mark.usefixtures("tiles")

@@ -55,7 +55,7 @@ void stream_row(const typename Dot::Number* x, int64_t x_block, const T* weight,
     const T* row = weight + n * in_features;
     const typename Dot::Number* block = x;
     for (int64_t k = 0; k < in_features; k += block_inputs<Dot>(), block += x_block) {
-      prefetch(stream.page_ahead(row + k));
+      prefetch(stream.ahead(row + k, PAGES_AHEAD));
       waiting.add(stream_block<Dot>(block, row + k, at_most(block_inputs<Dot>(), in_features - k)), n);
     }
   }

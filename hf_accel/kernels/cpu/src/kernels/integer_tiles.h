@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t STRIP = 64;                   // rows of a strip, whose float sums have 16 KB
 constexpr int64_t PANEL_BYTES = 256 * 1024;     // the most bytes of a panel that many rows use
+constexpr int64_t FETCH_AHEAD = 8192;           // the fewest bytes from what is used to what is prefetched
 constexpr int64_t K_BYTES = BLOCK / TILE_WORDS * TILE_BYTES;  // a block's tiles for TILE_WIDTH inputs
 
 // Unpacks the weights of a group, with zeros up to a whole tile. The tiles of 16 outputs each come after one another,
@@ -105,13 +106,14 @@ inline HFA_INLINE void multiply(const int8_t* x, int64_t x_stride, const uint8_t
   }
 }
 
-// What to prefetch: `lines` cache lines during each product.
+// What to prefetch: `lines` cache lines during each product. They are spread over its steps: all at once they kept tiles
+// waiting that come from the second-level cache, and 16 to 32 rows of INT8 took 1.08 times as long.
 struct NextPanel {
   const uint8_t* at;
   int64_t lines;
 
-  void fetch() {
-    for (int64_t i = 0; i < lines; ++i, at += LINE) prefetch_l2(at);
+  void fetch(int64_t step, int64_t steps) {
+    for (int64_t i = lines * step / steps; i < lines * (step + 1) / steps; ++i, at += LINE) prefetch_l2(at);
   }
 };
 
@@ -144,11 +146,11 @@ void Panel<FORMAT>::add_strip(int64_t r0, int64_t rows, NextPanel& next, float* 
       for (int start = 0; start < BLOCK; start += PAIR) {
         const int64_t height = at_most(PAIR, rows - r), share = ceil_div(before.rows, count);
         const auto between = [&](int64_t s) HFA_INLINE {
+          next.fetch(s, count);
           add_products<FORMAT>(before, at_most(before.rows, s * share), at_most(before.rows, (s + 1) * share));
         };
         const int8_t* levels = x.row(g, r0 + r);
         const uint8_t* weight = tiles + (g - first) * count * K_BYTES + start / TILE_WORDS * TILE_BYTES;
-        next.fetch();
         turn = 1 - turn;
         if (height > TILE_HEIGHT) multiply<2>(levels, x.group, weight, count, integers[turn], between);
         else multiply<1>(levels, x.group, weight, count, integers[turn], between);
@@ -175,7 +177,11 @@ void tile_block(const BlockWeights<FORMAT>& weights, const QuantizedRows& x, int
     panel.unpack();
     const int64_t lines = weights.group_bytes * (panel.last - g) / LINE;
     const int64_t products = ceil_div(rows, PAIR) * (BLOCK / PAIR) * (panel.last - g);
-    NextPanel next{panel.last < x.groups ? weights.group(panel.last).weight : next_block, ceil_div(lines, products)};
+    // As few rows use small groups up at once, those far enough ahead are fetched: of 32 inputs in 4 bits, 16 rows took
+    // 1.15 times as long if the next one was.
+    const int64_t end = x.groups * weights.group_bytes;
+    const int64_t ahead = panel.last * weights.group_bytes + at_least(0, FETCH_AHEAD - groups * weights.group_bytes);
+    NextPanel next{ahead < end ? weights.weight + ahead : next_block + (ahead - end), ceil_div(lines, products)};
     for (int64_t r = 0; r < rows; r += STRIP)
       panel.add_strip(r0 + r, at_most(STRIP, rows - r), next, sums + r * BLOCK);
   }

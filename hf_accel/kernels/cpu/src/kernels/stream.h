@@ -12,10 +12,10 @@ constexpr int64_t LINES_AHEAD = 1536, PAGES_AHEAD = 65536;
 struct Stream {
   const void *end, *next;  // next: where the thread goes on behind the end; null if there
 
-  const char* page_ahead(const void* at) const {
+  const char* ahead(const void* at, int64_t bytes) const {
     const char* from = static_cast<const char*>(at);
     const int64_t left = static_cast<const char*>(end) - from;
-    return left > PAGES_AHEAD || !next ? from + PAGES_AHEAD : static_cast<const char*>(next) + (PAGES_AHEAD - left);
+    return left > bytes || !next ? from + bytes : static_cast<const char*>(next) + (bytes - left);
   }
 };
 

@@ -1,0 +1,206 @@
+// Products of few rows by integer weights: dot products of vectors, whose lanes are consecutive outputs of a block.
+#pragma once
+
+#include "integer_weights.h"
+#include "quantized_rows.h"
+
+namespace {
+
+// The rows and vectors of a tile, whose sums are in registers.
+#if defined(HFA_AVX512)
+constexpr int TILE_ROWS = 6;
+constexpr int wide_for(int) { return 4; }
+#else
+constexpr int TILE_ROWS = 4;
+constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+#endif
+
+// What a tile prefetches: so many lines in each step. The tiles of a chunk, of which all but the first find their weights
+// in a cache, share the weights of the next group among them, so that memory is read while they multiply: with AVX-512
+// 24 rows took 1.33 times as long without, with AVX2 4 rows 1.8 times. One or two tiles of few rows prefetch nothing: on
+// EPYCs with AVX2 and with AVX-512 the CPU's own prefetching is better, and one row of INT4 took up to 1.4 times as long
+// with ours.
+struct Ahead {
+  const uint8_t* at;
+  int64_t lines;
+
+  inline HFA_INLINE void fetch() {
+    for (int64_t i = 0; i < lines; ++i, at += LINE) prefetch_l2(at);
+  }
+};
+struct NothingAhead {
+  inline HFA_INLINE void fetch() {}
+};
+
+template <int ROWS, int WIDE, class Next>
+inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Next next,
+                                I (&sums)[ROWS][WIDE]) {
+  for (int64_t k = 0; k < steps; ++k, weight += STEP, x += 4) {
+    next.fetch();
+    I w[WIDE];
+    unrolled<WIDE>([&](int v) HFA_INLINE { w[v] = load_bytes(weight + v * LANES * 4); });
+    unrolled<ROWS>([&](auto r) HFA_INLINE {
+      const I a = broadcast4(x + r * x_stride);
+      unrolled<WIDE>([&](int v) HFA_INLINE { sums[r][v] = dot4(sums[r][v], w[v], a); });
+    });
+  }
+}
+
+template <int FORMAT, int ROWS, int WIDE, class Next>
+inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Next next,
+                                  I (&sums)[ROWS][WIDE]) {
+  constexpr int WORDS = Levels<FORMAT>::WORDS, PLANES = Levels<FORMAT>::PLANES;
+  const Levels<FORMAT> levels;
+  for (int64_t k = 0; k < steps; k += WORDS, weight += PLANES * STEP, x += 4 * WORDS) {
+    next.fetch();
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      levels.each(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, I bytes) HFA_INLINE {
+        unrolled<ROWS>([&](int r) HFA_INLINE {
+          sums[r][v] = dot4_nibbles(sums[r][v], bytes, broadcast4(x + r * x_stride + 4 * word));
+        });
+      });
+    });
+  }
+}
+
+#if defined(HFA_AVX512)
+// The same for one row, whose sums leave registers free: numbers stay at their place in the byte, those of each place
+// have sums of their own, and only these are shifted. So one row of 3 bits waits for memory alone, as one of 4 does.
+template <int FORMAT, int WIDE>
+inline HFA_INLINE void sum_in_place(const uint8_t* weight, int64_t steps, const int8_t* x, I (&sums)[1][WIDE]) {
+  constexpr int WORDS = Levels<FORMAT>::WORDS, PLANES = Levels<FORMAT>::PLANES, COUNT = Levels<FORMAT>::SHIFTS.size();
+  const Levels<FORMAT> levels;
+  I parts[WIDE][COUNT];
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
+    unrolled<COUNT>([&](auto i) HFA_INLINE { parts[v][i] = i == 0 ? sums[0][v] : iset1(0); });
+  });
+  for (int64_t k = 0; k < steps; k += WORDS, weight += PLANES * STEP, x += 4 * WORDS) {
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      levels.each_in_place(weight + lane_offset<FORMAT>(v * LANES), [&](auto word, auto i, I bytes) HFA_INLINE {
+        parts[v][i] = dot4(parts[v][i], bytes, broadcast4(x + 4 * word));
+      });
+    });
+  }
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
+    sums[0][v] = parts[v][0];
+    unrolled<COUNT - 1>([&](auto i) HFA_INLINE {
+      sums[0][v] = add_i32(sums[0][v], shift_right<Levels<FORMAT>::SHIFTS[i + 1]>(parts[v][i + 1]));
+    });
+  });
+}
+
+template <int FORMAT, int ROWS>
+constexpr bool IN_PLACE = ROWS == 1 && !IN_BYTES<FORMAT> && FORMAT != FP4;  // whose numbers are looked up
+#endif
+
+// Begins the sums over a group. Weights are stored with an offset, so they start from -offset * sum(x).
+template <int FORMAT, int ROWS, int WIDE>
+inline HFA_INLINE void begin_sums(const GroupTask& task, int start, const int32_t* x_sums, I (&sums)[ROWS][WIDE]) {
+  unrolled<ROWS>([&](auto r) HFA_INLINE {
+    unrolled<WIDE>([&](auto v) HFA_INLINE {
+      if constexpr (IN_BYTES<FORMAT>) sums[r][v] = iset1((DOT4_OFFSET - 128) * x_sums[r]);
+      else if (task.minima) sums[r][v] = iset1(0);
+      else if (!task.zeros) sums[r][v] = iset1(-Levels<FORMAT>::MIDDLE * x_sums[r]);
+      else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
+    });
+  });
+}
+
+template <int FORMAT, int ROWS, int WIDE, class Next>
+inline HFA_INLINE void add_steps(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Next next,
+                                 I (&sums)[ROWS][WIDE]) {
+  if constexpr (IN_BYTES<FORMAT>) sum_int8<ROWS, WIDE>(weight, steps, x, x_stride, next, sums);
+#if defined(HFA_AVX512)
+  else if constexpr (IN_PLACE<FORMAT, ROWS>) sum_in_place<FORMAT, WIDE>(weight, steps, x, sums);
+#endif
+  else sum_levels<FORMAT, ROWS, WIDE>(weight, steps, x, x_stride, next, sums);
+}
+
+// Adds the sums over group g to `out`, which holds nothing before the first one, for outputs from `start` on.
+template <int FORMAT, int ROWS, int WIDE>
+inline HFA_INLINE void add_group(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0,
+                                 const I (&sums)[ROWS][WIDE], float* out) {
+  const int32_t* x_sums = x.sums + g * x.rows + r0;
+  const float* x_scales = x.scales + g * x.rows + r0;
+  unrolled<WIDE>([&](auto v) HFA_INLINE {
+    const GroupFactors<FORMAT> factors(task, start + v * LANES);
+    unrolled<ROWS>([&](int r) HFA_INLINE {
+      float* sum = out + r * BLOCK + start + v * LANES;
+      const F before = g == 0 ? zero() : load(sum);
+      store(sum, add(before, mul(factors.share(sums[r][v], x_sums[r]), set1(x_scales[r]))));
+    });
+  });
+}
+
+// Adds the sums over one group to `out`, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
+template <int FORMAT, int ROWS, int WIDE, class Next>
+inline void group_tile(const GroupTask& group, int start, const QuantizedRows& x, int64_t g, int64_t r0, Next next,
+                       float* out) {
+  const GroupTask task = group;  // in registers: what is written to `out` cannot change it
+  I sums[ROWS][WIDE];
+  begin_sums<FORMAT>(task, start, x.sums + g * x.rows + r0, sums);
+  add_steps<FORMAT>(task.weight + lane_offset<FORMAT>(start), task.steps, x.row(g, r0), x.group, next, sums);
+  add_group<FORMAT>(task, start, x, g, r0, sums, out);
+}
+
+// The same for all outputs of the block.
+template <int FORMAT, int ROWS>
+inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, Ahead ahead, float* out) {
+  constexpr int WIDE = wide_for(ROWS);
+  for (int start = 0; start < BLOCK; start += WIDE * LANES) {
+    if constexpr (2 * ROWS >= TILE_ROWS) {  // the height of one of several tiles
+      if (ahead.lines) {
+        group_tile<FORMAT, ROWS, WIDE>(task, start, x, g, r0, ahead, out);
+        ahead.at += task.steps / Levels<FORMAT>::WORDS * ahead.lines * LINE;
+        continue;
+      }
+    }
+    group_tile<FORMAT, ROWS, WIDE>(task, start, x, g, r0, NothingAhead(), out);
+  }
+}
+
+// Calls f with the rows of a tile as a constant.
+template <class Function>
+inline void for_height(int64_t rows, const Function& f) {
+  switch (rows) {
+    case 1: return f(Constant<1>{});
+    case 2: return f(Constant<2>{});
+    case 3: return f(Constant<3>{});
+    case 4: return f(Constant<4>{});
+#if defined(HFA_AVX512)
+    case 5: return f(Constant<5>{});
+    case 6: return f(Constant<6>{});
+#endif
+  }
+}
+
+// Calls f(tile, first row, rows) for tiles of nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
+template <class Function>
+inline void for_tiles(int64_t rows, const Function& f) {
+  if (rows <= TILE_ROWS) return f(0, 0, rows);
+  const int64_t tiles = ceil_div(rows, TILE_ROWS);
+  for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
+    const int64_t height = ceil_div(rows - r, tiles - tile);
+    f(tile, r, height);
+    r += height;
+  }
+}
+
+// next: the weights of the group that comes after this one.
+template <int FORMAT>
+void group_chunk(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, int64_t rows,
+                 const uint8_t* next, float* out) {
+  constexpr int64_t UNIT = Levels<FORMAT>::PLANES * STEP / LINE;  // the lines of a step
+  const int64_t tiles = ceil_div(rows, TILE_ROWS);
+  const int64_t wide = BLOCK / LANES / wide_for(tiles > 1 ? TILE_ROWS : static_cast<int>(rows));  // tiles side by side
+  const int64_t lines = ceil_div(UNIT, tiles * wide), share = wide * lines;
+  const int64_t bytes = task.steps / Levels<FORMAT>::WORDS * share * LINE;
+  for_tiles(rows, [&](int64_t tile, int64_t r, int64_t height) {
+    const Ahead ahead = {next + tile * bytes, (tiles > 1 || wide > 2) && tile * share < UNIT ? lines : 0};
+    for_height(height, [&](auto constant) {
+      group_rows<FORMAT, constant>(task, x, g, r0 + r, ahead, out + r * BLOCK);
+    });
+  });
+}
+
+}  // namespace
