@@ -721,6 +721,21 @@ def test_not_a_number_is_wrong(model: PreTrainedModel) -> None:
         check("x", broken, model, tolerance=9, exact=False)
 
 
+def test_a_router_that_chose_otherwise_is_no_wrong_model() -> None:
+    stock = load_model("bench-qwen3-moe", layers=1)
+    model = load_model("bench-qwen3-moe", layers=1)
+    first = 15  # of the tokens that have other logits
+
+    def disturb(_module: Any, _inputs: Any, output: Any) -> None:
+        output.logits[:, first:] *= -1
+
+    model.register_forward_hook(disturb)
+    assert check("x", model, stock, tolerance=0.1, exact=False)["error_of_most_tokens"] < 0.1
+    first = 0
+    with pytest.raises(WrongResultError, match="x: logits differ from stock's by 2"):
+        check("x", model, stock, tolerance=0.1, exact=False)
+
+
 def test_a_model_that_rounding_has_changed_is_held_against_its_own_weights(model: PreTrainedModel) -> None:
     """In a deep random model little is left of stock's logits."""
     rounded = hf_accel.patch(load_model("tiny"), weights="int4")

@@ -116,9 +116,7 @@ void run_block_by_tiles(const Linear& linear, const Matrix& matrix, const Linear
     }
   }
 }
-#endif
 
-#if defined(HFA_TILES)
 // The same for some blocks from b on, and for few rows, whose weights are read side by side.
 template <int FORMAT>
 void run_streams(const Linear& linear, const Matrix& matrix, const LinearCall& call, const QuantizedRows& x, int64_t b,
@@ -127,9 +125,11 @@ void run_streams(const Linear& linear, const Matrix& matrix, const LinearCall& c
   const int64_t rows = last - first;
   const Streams<FORMAT> streams(linear, matrix, b, count, call.threads);
   streams.multiply(x, first, rows, sums);
-  const float* at = sums;
-  for (int64_t i = 0; i < count; ++i, at += streams.count / count * rows * BLOCK)
-    finish(matrix, call, b + i, first, rows, at, has_gate(linear) ? at + rows * BLOCK : nullptr);
+  const int64_t each = rows * BLOCK;
+  for (int64_t i = 0; i < count; ++i) {
+    const float* const at = sums + i * (has_gate(linear) ? 2 : 1) * each;
+    finish(matrix, call, b + i, first, rows, at, has_gate(linear) ? at + each : nullptr);
+  }
 }
 #endif
 
@@ -148,18 +148,15 @@ template <int FORMAT>
 void run_blocks(const Linear& linear, const Matrix& matrix, const LinearCall& call, const QuantizedRows& x, int64_t b,
                 int64_t count, int64_t first, int64_t last) {
 #if defined(HFA_TILES)
-  if (last - first < call.tile_rows && last - first <= STREAM_ROWS && count > 1)
+  const int64_t rows = last - first;
+  if (count > 1 && rows <= STREAM_ROWS && rows < call.tile_rows)
     return run_streams<FORMAT>(linear, matrix, call, x, b, count, first, last);
-#endif
-  for (const int64_t end = b + count; b < end; ++b) {
-#if defined(HFA_TILES)
-    if (last - first >= call.tile_rows) {
-      run_block_by_tiles<FORMAT>(linear, matrix, call, x, b, first, last);
-      continue;
-    }
-#endif
-    run_block<FORMAT>(linear, matrix, call, x, b, first, last);
+  if (rows >= call.tile_rows) {
+    for (int64_t i = 0; i < count; ++i) run_block_by_tiles<FORMAT>(linear, matrix, call, x, b + i, first, last);
+    return;
   }
+#endif
+  for (int64_t i = 0; i < count; ++i) run_block<FORMAT>(linear, matrix, call, x, b + i, first, last);
 }
 
 // The tasks of `at_once` blocks of one matrix each.
