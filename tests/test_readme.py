@@ -61,7 +61,7 @@ CLAIMS = {
         encoder("int8_over_openvino_int8_ratio"),
     ],
     "it has 0.87x of OpenVINO's speed": [encoder("int8_over_openvino_int8_ratio", "8 x 128")],
-    "INT8 has 2.8x stock's speed at batch 1, 2.5x at batch 16, and 1.5x": [
+    "INT8 has 2.9x stock's speed at batch 1, 2.4x at batch 16, and 1.5x": [
         amx("decode", "batch 1,"),
         amx("decode", "batch 16"),
         amx("prefill", "prefill"),

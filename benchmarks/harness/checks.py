@@ -27,7 +27,7 @@ def check(
     tolerance: of the logits' difference, relative to their norm; logits that have nothing in common differ by 1.41.
     On top of it comes what stock differs from itself with another attention of its own, by rounding alone. Many layers
     of random weights leave little in common after a rounding of each weight; such a model is held against stock's
-    modules with its own rounded weights. A router chooses otherwise where two experts are as good as the same: then that
+    modules with its own rounded weights. A router chooses otherwise where two experts are nearly as good: then that
     token and those behind it have other logits, and most tokens of short prompts must agree.
     """
     prompt, reference = random_tokens(stock, batch=1, length=PROMPT_TOKENS), stock
@@ -75,7 +75,7 @@ def compare_logits(model: PreTrainedModel, stock: PreTrainedModel, prompt: Tenso
 
 @torch.no_grad()
 def error_of_most_tokens(model: PreTrainedModel, stock: PreTrainedModel) -> float:
-    """Norm of the difference of a token's logits, relative to their norm; the median of the tokens of short prompts."""
+    """Norm of the difference of a token's logits, relative to their norm: the median of tokens of short prompts."""
     prompts = random_tokens(stock, batch=8, length=4)
     expected, actual = (m(input_ids=prompts).logits.float() for m in (stock, model))
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())

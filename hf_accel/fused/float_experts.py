@@ -14,12 +14,6 @@ from ..linear.gates import KnownGate, takes
 from ..tensors import is_plain_tensor
 from ..undo.journal import Mixin, original_class
 from ..undo.state import FUSED
-from .projections import UNLIMITED
-
-# The most rows of an expert, on average, with which weights [in, out] are read in place: their sums are in float32,
-# and torch's product of many rows by bfloat16 is faster (an EPYC with AVX-512: 1.3 times as fast as torch with 2 rows
-# of each expert, 0.9 times with 8).
-ROWS_BY_INPUTS = 4
 
 
 class ExpertsState:
@@ -47,8 +41,7 @@ class ExpertsState:
         up, down = self._weights
         if not (up.is_current() and down.is_current() and up.in_features == x.shape[1]):
             return None
-        most = self.rows if self.rows == UNLIMITED or not up.by_inputs else min(self.rows, ROWS_BY_INPUTS)
-        return self._weights if choices <= most * up.count else None
+        return self._weights if choices <= self.rows * up.count else None
 
     def __reduce__(self) -> Any:
         return ExpertsState, (self.rows,)

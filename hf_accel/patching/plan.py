@@ -161,7 +161,11 @@ class Plan(Printed):
         even two.
         """
         rows = [self.fused.float_rows] if self.fused.linears else []
-        rows += [site.state.rows for site in self.fused.sites if site.kind == FEW_EXPERTS]
+        chosen = getattr(self.model.config.get_text_config(), "num_experts_per_tok", None)
+        for site in self.fused.sites:
+            if site.kind == FEW_EXPERTS:  # its rows are those of an expert, on average
+                experts = len(next(site.module.parameters()))
+                rows.append(site.state.rows * experts // (chosen or experts))
         return min((number for number in rows if number < UNLIMITED), default=None)
 
     def to_dict(self) -> dict[str, Any]:

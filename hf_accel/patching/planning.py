@@ -22,7 +22,7 @@ from ..fused.hf.sites import fused_sites, layer_sites, native_linears
 from ..fused.kept_states import Keepers, Recorded
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
-from ..fused.projections import UNLIMITED, native_expert_rows, native_rows
+from ..fused.projections import UNLIMITED, native_rows
 from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
 from ..hardware import bandwidth_here
@@ -272,8 +272,9 @@ def _plan_fused(
         return FusedPlan(reason=reason or f"the native calls do not compute in {str(model.dtype)[6:]}")
     has_kernels = has_library(device_type)  # next to a GPU they need not have been built
     float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if has_kernels else 0
-    expert_rows = native_expert_rows(model.dtype) if has_kernels and not config.deterministic else float_rows
-    candidates, dropped = fused_sites(model, model.dtype, float_rows, expert_rows=expert_rows, device_type=device_type)
+    candidates, dropped = fused_sites(
+        model, model.dtype, float_rows, all_rows=config.deterministic, device_type=device_type
+    )
     split = split_of(model)
     if not has_kernels:
         keepers = Keepers({} if split is not None else {p.site.module: p.site.spec for p in attention})

@@ -60,6 +60,7 @@ from ..projections import (
     WidenedConv1D,
     is_readable,
     is_slow_in_torch,
+    native_expert_rows,
     takes_patches,
 )
 from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
@@ -100,20 +101,19 @@ class ProjectionSite:
 
 
 def fused_sites(
-    model: nn.Module, dtype: torch.dtype, float_rows: int, *, expert_rows: int | None = None, device_type: str = "cpu"
+    model: nn.Module, dtype: torch.dtype, float_rows: int, *, all_rows: bool = False, device_type: str = "cpu"
 ) -> tuple[list[FusedSite], list[Dropped]]:
     """Find norms, rotary embeddings, activations and gated MLPs for native calls, which are checked on random input of
     `dtype`.
 
-    expert_rows: as float_rows, of the weights of experts, where it differs.
+    all_rows: whether any number of rows of experts is multiplied natively, faster or not.
     """
-    expert_rows = float_rows if expert_rows is None else expert_rows
     sites: list[FusedSite] = []
     dropped: list[Dropped] = []
     checked: dict[Any, bool] = {}  # by what the check depends on
     packed = any(STARTS in parameter_names(type(module).forward) for module in model.modules())
     for name, module in modules_by_name(model):
-        site = _candidate(name, module, dtype, float_rows, expert_rows=expert_rows, device_type=device_type)
+        site = _candidate(name, module, dtype, float_rows, all_rows=all_rows, device_type=device_type)
         if site is not None and site.kind == PATCHES and not packed:  # others are given whole images
             continue
         found = None if site is None else _checked(site, dtype, device_type, checked=checked)
@@ -159,7 +159,7 @@ def _checked(
 
 
 def _candidate(
-    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, expert_rows: int, device_type: str
+    name: str, module: nn.Module, dtype: torch.dtype, float_rows: int, *, all_rows: bool, device_type: str
 ) -> FusedSite | None:
     """Return a site of the kind that a module seems to be, by its name and its code."""
     if seems_rms_norm(module):
@@ -174,8 +174,11 @@ def _candidate(
     if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
         return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     if device_type == "cpu" and has_library(device_type) and holds_experts(module):
-        kind = EXPERTS if expert_rows == UNLIMITED else FEW_EXPERTS
-        return FusedSite(name, module, kind, NativeExperts, ExpertsState(expert_rows))
+        by_inputs = bool(vars(module).get("is_transposed"))
+        rows = UNLIMITED if all_rows else native_expert_rows(dtype, by_inputs=by_inputs)
+        return FusedSite(
+            name, module, EXPERTS if rows == UNLIMITED else FEW_EXPERTS, NativeExperts, ExpertsState(rows)
+        )
     if device_type == "cpu" and has_library(device_type) and seems_router(module):
         kind = ROUTER if float_rows == UNLIMITED else FEW_ROUTER
         known = multiplies_by_its_weight(module)

@@ -113,7 +113,7 @@ class FloatExperts:
     of FLOATS, the last stride 1, or None. Raises UnsupportedError for weights that the kernel cannot read.
     """
 
-    tile_rows = 1  # rows of several experts are never multiplied by tiles
+    tile_rows = 1  # as FloatLinear's: tiles of bfloat16 multiply any number of rows
 
     def __init__(self, weights: Tensor, biases: Tensor | None, *, by_inputs: bool = False) -> None:
         self.weights, self.biases, self.by_inputs = weights, biases, by_inputs

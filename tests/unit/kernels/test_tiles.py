@@ -14,7 +14,7 @@ from hf_accel.hardware import device
 from hf_accel.hardware.device import ISA_LEVELS
 from hf_accel.kernels.cpu import isa, library, refusal, using_isa
 from hf_accel.kernels.cpu.attention import attend
-from hf_accel.kernels.cpu.float_linear import FloatLinear
+from hf_accel.kernels.cpu.float_linear import FloatExperts, FloatLinear
 from hf_accel.kernels.cpu.integer_linear import IntegerExperts, IntegerLinear, PackedWeight, quantize
 from hf_accel.kernels.layouts import KV, AttentionOptions
 
@@ -296,3 +296,18 @@ def test_attention_by_tiles(window: int | None, dims: tuple[int, int]) -> None:
         found.append(whole)
         torch.testing.assert_close(whole.float(), near, rtol=0.02, atol=0.02)
     assert all(torch.equal(other, found[0]) for other in found[1:])
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("inputs", [75, 96])
+@pytest.mark.parametrize("counts", [[1, 0, 1, 1], [0, 500, 1, 37, 0, 90, 2], [600, 1400, 0, 700, 16], [4200]])
+def test_bf16_experts_as_each_alone(counts: list[int], inputs: int) -> None:
+    """More rows than are packed at once, of one expert and of several."""
+    weights, biases = torch.randn(len(counts), 150, inputs).bfloat16(), torch.randn(len(counts), 150)
+    x, starts = torch.randn(sum(counts), inputs).bfloat16(), torch.tensor([0, *torch.tensor(counts).cumsum(0)])
+    parts = [
+        FloatLinear([weight], [bias])(rows)
+        for weight, bias, rows in zip(weights, biases, x.split(counts), strict=True)
+        if len(rows)
+    ]
+    assert torch.equal(FloatExperts(weights, biases).grouped(x, starts), torch.cat(parts))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig, PerceiverConfig, PerceiverModel
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, PerceiverConfig, PerceiverModel
 
 import hf_accel
 from hf_accel import UnsupportedError
@@ -277,13 +277,17 @@ def test_float_linears_say_for_how_many_rows_they_are_native(deterministic: bool
 
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_experts_bound_the_rows_of_drafts_where_linears_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX tiles multiply any number of rows by float linears, and none by experts."""
+    """With AMX tiles multiply any number of rows, but not by the experts of gpt-oss, whose weights are [in, out]."""
     monkeypatch.setattr("hf_accel.fused.projections.isa", lambda: "amx")
     assert hf_accel.plan(build("llama").bfloat16(), weights=None).invariant_rows is None
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    config = MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3)
-    mixture = AutoModelForCausalLM.from_config(config).eval().bfloat16()
-    assert hf_accel.plan(mixture, weights=None).invariant_rows == 128
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 6, "num_experts_per_tok": 2}
+    mixtral, oss = MixtralConfig(**sizes), GptOssConfig(**sizes, head_dim=16)
+    plans = [
+        hf_accel.plan(AutoModelForCausalLM.from_config(config).eval().bfloat16(), weights=None)
+        for config in (mixtral, oss)
+    ]
+    assert [plan.invariant_rows for plan in plans] == [None, 4 * 6 // 2]
 
 
 def test_layers_that_were_quantized_before_are_row_invariant_or_refused(tmp_path: Path) -> None:

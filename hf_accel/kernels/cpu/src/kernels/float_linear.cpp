@@ -32,6 +32,7 @@ constexpr bool STREAMS_ROW = true;
 constexpr bool STREAMS_ROW = false;
 #endif
 constexpr int64_t MOST_ROWS = 512;    // the most rows of inputs that are packed at once
+[[maybe_unused]] constexpr int64_t MOST_EXPERT_ROWS = 2048;  // the same, for experts whose rows tiles multiply
 
 // Rows [first, first + rows) of the input, packed as [blocks][rows][packed_stride].
 template <class Dot>
@@ -138,6 +139,7 @@ struct Chunk {
   const Matrix* matrix;
   int64_t n, outputs, first, last;
   const void* next = nullptr;  // weights that the thread reads behind these, if they are not the next ones in memory
+  int64_t tile = 0;            // the first of the packed tiles of these rows, if tiles multiply
 };
 
 // The weights of an output, if there are as many.
@@ -259,20 +261,29 @@ void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, in
 }
 
 #if defined(HFA_TILES)
-template <>
-Input<TileDot> pack_input<TileDot>(const Linear& linear, const LinearCall& call, const Bf16* x, int64_t first) {
+// Packs rows [first, last) of the input as tiles [tall][steps].
+inline void pack_tiles(const LinearCall& call, int64_t first, int64_t last, int64_t inputs, uint8_t* tiles) {
+  const Bf16* x = static_cast<const Bf16*>(call.x);
+  for (int64_t r = first; r < last; r += TILE_HEIGHT)
+    for (int64_t k = 0; k < inputs; k += TILE_INPUTS, tiles += TILE_BYTES)
+      pack_rows(x + r * call.x_stride + k, call.x_stride, last - r, inputs - k, tiles);
+}
+
+// Memory for so many tiles of rows.
+inline uint8_t* tile_scratch(int64_t tall, int64_t inputs) {
   struct Packed;
+  return static_cast<uint8_t*>(scratch<Packed>(static_cast<size_t>(tall * ceil_div(inputs, TILE_INPUTS) * TILE_BYTES)));
+}
+
+template <>
+Input<TileDot> pack_input<TileDot>(const Linear& linear, const LinearCall& call, const Bf16*, int64_t first) {
   Input<TileDot> input{nullptr, first, at_most(MOST_ROWS, call.rows - first), linear.in_features, call.threads};
-  const int64_t tall = ceil_div(input.rows, TILE_HEIGHT), steps = ceil_div(input.in_features, TILE_INPUTS);
-  uint8_t* tiles = static_cast<uint8_t*>(scratch<Packed>(static_cast<size_t>(tall * steps * TILE_BYTES)));
+  const int64_t tall = ceil_div(input.rows, TILE_HEIGHT), inputs = input.in_features, end = first + input.rows;
+  uint8_t* const tiles = tile_scratch(tall, inputs);
   input.packed = reinterpret_cast<Bf16*>(tiles);
   parallel_for(tall, call.threads, [&](int64_t t) {
-    const int64_t r = t * TILE_HEIGHT;
-    for (int64_t s = 0; s < steps; ++s) {
-      const Bf16* from = x + (first + r) * call.x_stride + s * TILE_INPUTS;
-      pack_rows(from, call.x_stride, input.rows - r, input.in_features - s * TILE_INPUTS,
-                tiles + (t * steps + s) * TILE_BYTES);
-    }
+    const int64_t r = first + t * TILE_HEIGHT;
+    pack_tiles(call, r, at_most(end, r + TILE_HEIGHT), inputs, tiles + t * ceil_div(inputs, TILE_INPUTS) * TILE_BYTES);
   });
   return input;
 }
@@ -285,7 +296,7 @@ void sum_chunk<TileDot, Bf16>(const Input<TileDot>& input, const Chunk& chunk, f
   const size_t bytes = static_cast<size_t>(wide * tall * TILE_SUMS) * sizeof(float);
   float* tiles = static_cast<float*>(scratch<Sums>(bytes));
   std::memset(tiles, 0, bytes);
-  const uint8_t* x = reinterpret_cast<const uint8_t*>(input.packed) + chunk.first / TILE_HEIGHT * steps * TILE_BYTES;
+  const uint8_t* x = reinterpret_cast<const uint8_t*>(input.packed) + chunk.tile * steps * TILE_BYTES;
   const TileSums all{tiles, tall, steps, x};
   const TaskWeights weights{static_cast<const Bf16*>(chunk.matrix->weight) + chunk.n * K, chunk.outputs, K};
   const Tiles on_this_thread;
@@ -340,7 +351,10 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
     for (; c >= ceil_div(linear.matrices[m].out_features, Dot::CHUNK); ++m)
       c -= ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
     const int64_t outputs = at_most(Dot::CHUNK, linear.matrices[m].out_features - c * Dot::CHUNK);
-    const Chunk chunk{linear.matrices + m, c * Dot::CHUNK, outputs, first, last};
+    Chunk chunk{linear.matrices + m, c * Dot::CHUNK, outputs, first, last};
+#if defined(HFA_TILES)
+    chunk.tile = first / TILE_HEIGHT;
+#endif
     if (first < last) run_chunk<Dot, T>(linear, call, input, chunk);
   });
 }
@@ -362,6 +376,41 @@ void run_experts(const Linear& linear, const LinearCall& call, const Input<Dot>&
     run_chunk<Dot, T>(linear, call, input, chunk);
   });
 }
+
+#if defined(HFA_TILES)
+// The same by tiles, of which the rows of each expert have their own. So the results of a row depend neither on the number
+// of its expert's rows nor on which they are.
+void run_experts_by_tiles(const Linear& linear, const LinearCall& call, const int64_t* starts) {
+  struct Parts;
+  struct Part { int64_t expert, first, last, tile; };
+  const int64_t inputs = linear.in_features, outputs = linear.matrices[0].out_features;
+  const int64_t tile_bytes = ceil_div(inputs, TILE_INPUTS) * TILE_BYTES, chunks = ceil_div(outputs, TileDot::CHUNK);
+  const size_t most = static_cast<size_t>(linear.count + MOST_EXPERT_ROWS / MOST_ROWS);
+  Part* const parts = static_cast<Part*>(scratch<Parts>(most * sizeof(Part)));
+  for (int64_t first = 0; first < call.rows; first += MOST_EXPERT_ROWS) {
+    const int64_t end = at_most(call.rows, first + MOST_EXPERT_ROWS);
+    int64_t count = 0, tall = 0;
+    for (int64_t e = 0; e < linear.count; ++e)
+      for (int64_t r = at_least(starts[e], first); r < at_most(starts[e + 1], end); r += MOST_ROWS) {
+        const int64_t last = at_most(r + MOST_ROWS, at_most(starts[e + 1], end));
+        parts[count++] = {e, r, last, tall};
+        tall += ceil_div(last - r, TILE_HEIGHT);
+      }
+    uint8_t* const tiles = tile_scratch(tall, inputs);
+    parallel_for(count, call.threads, [&](int64_t p) {
+      pack_tiles(call, parts[p].first, parts[p].last, inputs, tiles + parts[p].tile * tile_bytes);
+    });
+    const Input<TileDot> input{reinterpret_cast<Bf16*>(tiles), 0, end, inputs, call.threads};
+    parallel_for(count * chunks, call.threads, [&](int64_t task) {
+      const Part& part = parts[task / chunks];
+      const int64_t n = task % chunks * TileDot::CHUNK;
+      const Chunk chunk{linear.matrices + part.expert, n, at_most(TileDot::CHUNK, outputs - n), part.first, part.last,
+                        nullptr, part.tile};
+      run_chunk<TileDot, Bf16>(linear, call, input, chunk);
+    });
+  }
+}
+#endif
 
 // starts: of the rows of experts; null for a product of all rows by all matrices.
 template <class Dot, class T>
@@ -400,9 +449,12 @@ void HFA_NAMESPACE::float_experts(const ExpertsCall& call) {
   const Linear& linear = *call.linear;
   const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
                           call.out_dtype, call.threads, call.tile_rows};
+  [[maybe_unused]] const bool both_bf16 = !linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16;
+#if defined(HFA_TILES)
+  if (both_bf16 && call.rows >= call.tile_rows) return run_experts_by_tiles(linear, all, call.starts);
+#endif
 #if defined(HFA_BF16)
-  if (!linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16)
-    return run<PairDot, Bf16>(linear, all, call.starts);
+  if (both_bf16) return run<PairDot, Bf16>(linear, all, call.starts);
 #endif
   for_dtype(linear.format, [&](auto* null) {
     typedef std::remove_pointer_t<decltype(null)> T;
