@@ -73,7 +73,7 @@ CLAIMS = {
     ],
     "GPT-2 (0.7x at batch 1)": [slowest("bench-gpt2, bfloat16, exact")],
     "models (0.9x)": [slowest("tiny, bfloat16, exact")],
-    "GPT-2 in bfloat16 (0.9x\n  at batch 1), prompts of 128 tokens in float32 (0.9x) and prompts of tiny models (0.8x)": [
+    "(0.9x\n  at batch 1), prompts of 128 tokens in float32 (0.9x) and prompts of tiny models (0.8x)": [
         slowest(f"{model}, exact", folder=AMX)
         for model in ("bench-gpt2, bfloat16", "bench-qwen2, float32", "tiny, float32")
     ],
