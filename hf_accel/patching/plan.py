@@ -163,9 +163,10 @@ class Plan(Printed):
         rows = [self.fused.float_rows] if self.fused.linears else []
         chosen = getattr(self.model.config.get_text_config(), "num_experts_per_tok", None)
         for site in self.fused.sites:
-            if site.kind == FEW_EXPERTS:  # its rows are those of an expert, on average
-                experts = len(next(site.module.parameters()))
-                rows.append(site.state.rows * experts // (chosen or experts))
+            if site.kind == FEW_EXPERTS:  # its rows are those of an expert, on average; a token takes no expert twice
+                experts = next((len(weight) for weight in site.module.parameters()), 1)
+                known = isinstance(chosen, int) and 0 < chosen <= experts
+                rows.append(site.state.rows * experts // (chosen if known else experts))
         return min((number for number in rows if number < UNLIMITED), default=None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -288,6 +288,8 @@ def test_experts_bound_the_rows_of_drafts_where_linears_do_not(monkeypatch: pyte
         for config in (mixtral, oss)
     ]
     assert [plan.invariant_rows for plan in plans] == [None, 4 * 6 // 2]
+    plans[1].model.config.num_experts_per_tok = 0  # not known: a token takes no expert twice
+    assert plans[1].invariant_rows == 4
 
 
 def test_layers_that_were_quantized_before_are_row_invariant_or_refused(tmp_path: Path) -> None:
