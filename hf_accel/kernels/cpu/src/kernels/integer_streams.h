@@ -54,8 +54,8 @@ struct Streams {
     for (int64_t g = 0; g < x.groups; ++g) {
       GroupTask tasks[STREAMS];
       for (int64_t i = 0; i < count; ++i) tasks[i] = blocks[i].group(g);
-      for_tiles(rows, [&](int64_t, int64_t r, int64_t height) {
-        for_height(height, [&](auto constant) {
+      for_tiles<FORMAT>(rows, [&](int64_t, int64_t r, int64_t height) {
+        for_height<FORMAT>(height, [&](auto constant) {
           for (int64_t i = 0; i < count; ++i)
             for_sums<constant>(integers[i], r, [&](int start, auto& of_tile) HFA_INLINE {
               begin_sums<FORMAT>(tasks[i], start, x.sums + g * x.rows + r0 + r, of_tile);
@@ -63,8 +63,8 @@ struct Streams {
         });
       });
       add_parts(tasks, x, g, r0, rows, integers);
-      for_tiles(rows, [&](int64_t, int64_t r, int64_t height) {
-        for_height(height, [&](auto constant) {
+      for_tiles<FORMAT>(rows, [&](int64_t, int64_t r, int64_t height) {
+        for_height<FORMAT>(height, [&](auto constant) {
           for (int64_t i = 0; i < count; ++i)
             for_sums<constant>(integers[i], r, [&](int start, const auto& of_tile) HFA_INLINE {
               add_group<FORMAT>(tasks[i], start, x, g, r0 + r, of_tile, sums + (i * rows + r) * BLOCK);
@@ -102,11 +102,11 @@ struct Streams {
         const Stream stream{blocks[i].weight + all, blocks[i].weight + next};
         const char* const ahead = stream.ahead(weight, PARTS_AHEAD);
         for (int64_t line = 0; line < UNITS * UNIT; line += LINE) prefetch_l2(ahead + line);
-        for_tiles(rows, [&](int64_t, int64_t r, int64_t height) {
+        for_tiles<FORMAT>(rows, [&](int64_t, int64_t r, int64_t height) {
           const int8_t* const levels = x.row(g, r0 + r) + 4 * k;
-          for_height(height, [&](auto constant) {
+          for_height<FORMAT>(height, [&](auto constant) {
             for_sums<constant>(integers[i], r, [&](int start, auto& sums) HFA_INLINE {
-              add_steps<FORMAT>(weight + lane_offset<FORMAT>(start), words, levels, x.group, NothingAhead(), sums);
+              add_steps<FORMAT>(weight + lane_offset<FORMAT>(start), words, levels, x.group, NothingAhead(), sums, [] {});
             });
           });
         });

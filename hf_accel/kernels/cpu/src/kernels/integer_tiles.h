@@ -71,7 +71,8 @@ inline HFA_INLINE void add_products(const Products& from, int64_t first, int64_t
     const F x_scale = set1(from.x_scales[r]);
     float* sums = from.sums + r * BLOCK + from.start;
     unrolled<WIDE>([&](auto v) HFA_INLINE {
-      const F share = factors[v].share(load_bytes(from.integers + r * PAIR + v * LANES), from.x_sums[r]);
+      const I sum = load_bytes(from.integers + r * PAIR + v * LANES);
+      const F share = factors[v].lowered ? factors[v].lowered_share(sum, from.x_sums[r]) : factors[v].share(sum);
       store(sums + v * LANES, add(load(sums + v * LANES), mul(share, x_scale)));
     });
   }

@@ -37,7 +37,8 @@ constexpr bool IN_BYTES = FORMAT == INT8 || FORMAT == INT8_GROUPS;
 // How the numbers of a format lie. A unit of PLANES * STEP bytes has WORDS words for each of 64 outputs; a word has the
 // numbers of 4 inputs. each(lane, f) reads those of LANES outputs, the first of which is at `lane` (see lane_offset), and
 // calls f(word, bytes). each_in_place(lane, f) calls f(word, i, bytes) with the numbers times 2^SHIFTS[i], which takes
-// fewer steps. MIDDLE: the number that stands for 0 where there are no zero points; numbers in bytes have another.
+// fewer steps. MIDDLE: the number that stands for 0 where there are no zero points; numbers in bytes have another. MOST:
+// the largest number.
 template <int FORMAT>
 struct Levels {  // in bytes
   static constexpr int WORDS = 1, PLANES = 1;
@@ -47,7 +48,7 @@ struct Levels {  // in bytes
 
 template <>
 struct Levels<INT4> {
-  static constexpr int WORDS = 2, PLANES = 1, MIDDLE = 8;
+  static constexpr int WORDS = 2, PLANES = 1, MIDDLE = 8, MOST = 15;
   template <class Function>
   inline HFA_INLINE void each(const uint8_t* lane, const Function& f) const {
     const I both = load_bytes(lane);
@@ -65,7 +66,7 @@ struct Levels<INT4> {
 
 template <>
 struct Levels<INT3> {
-  static constexpr int WORDS = 8, PLANES = 3, MIDDLE = 4;
+  static constexpr int WORDS = 8, PLANES = 3, MIDDLE = 4, MOST = 7;
   template <class Function>
   inline HFA_INLINE void each(const uint8_t* lane, const Function& f) const {
     const I a = held(load_bytes(lane)), b = held(load_bytes(lane + LINE)), c = held(load_bytes(lane + 2 * LINE));
@@ -95,7 +96,7 @@ struct Levels<INT3> {
 
 template <>
 struct Levels<INT2> {
-  static constexpr int WORDS = 4, PLANES = 1, MIDDLE = 2;
+  static constexpr int WORDS = 4, PLANES = 1, MIDDLE = 2, MOST = 3;
   template <class Function>
   inline HFA_INLINE void each(const uint8_t* lane, const Function& f) const {
     const I all = load_bytes(lane);
@@ -114,7 +115,7 @@ constexpr uint8_t FP4_LEVELS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 
 template <>
 struct Levels<FP4> {
-  static constexpr int WORDS = 2, PLANES = 1, MIDDLE = 12;
+  static constexpr int WORDS = 2, PLANES = 1, MIDDLE = 12, MOST = 24;
   decltype(table16(FP4_LEVELS)) table = table16(FP4_LEVELS);
   template <class Function>
   inline HFA_INLINE void each(const uint8_t* lane, const Function& f) const {
@@ -155,19 +156,21 @@ struct GroupFactors {
   GroupFactors(const GroupTask& task, int64_t i)
       : lowered(task.minima != nullptr), scale(weight_factor(task, task.scales, i)),
         minimum(lowered ? weight_factor(task, task.minima, i) : zero()) {}
-  // x_sum: the sum of the quantized inputs of the group.
-  inline HFA_INLINE F share(I sum, int32_t x_sum) const {
-    const F result = mul(to_f(sum), scale);
-    return lowered ? sub(result, mul(minimum, set1(static_cast<float>(x_sum)))) : result;
+  inline HFA_INLINE F share(I sum) const { return mul(to_f(sum), scale); }
+  // Where the group has minima. x_sum: the sum of its quantized inputs.
+  inline HFA_INLINE F lowered_share(I sum, int32_t x_sum) const {
+    return sub(share(sum), mul(minimum, set1(static_cast<float>(x_sum))));
   }
 };
 
 // INT8 has none: its scales belong to outputs.
 template <>
 struct GroupFactors<INT8> {
+  static constexpr bool lowered = false;
   GroupFactors() = default;
   GroupFactors(const GroupTask&, int64_t) {}
-  inline HFA_INLINE F share(I sum, int32_t) const { return to_f(sum); }
+  inline HFA_INLINE F share(I sum) const { return to_f(sum); }
+  inline HFA_INLINE F lowered_share(I sum, int32_t) const { return share(sum); }
 };
 
 // The weights of block `b` of a matrix.

@@ -157,6 +157,7 @@ inline I load_bytes(const void* p) { return _mm256_loadu_si256(static_cast<const
 inline void store_bytes(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I sub_bytes(I a, I b) { return _mm256_sub_epi8(a, b); }
 inline I broadcast4(const int8_t* p) { int32_t x; std::memcpy(&x, p, 4); return _mm256_set1_epi32(x); }
+inline I held(I x) { __asm__("" : "+x"(x)); return x; }
 #if defined(HFA_AVX_VNNI)
 inline I dot4(I sum, I w, I a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
@@ -166,16 +167,27 @@ inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 inline I dot4(I sum, I w, I a) {
   const I difference = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
   const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(difference), _mm256_sign_epi8(a, difference));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return held(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
 inline I dot4_nibbles(I sum, I w, I a) {  // no saturation, because 2 * 15 * 128 fits 16 bits
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
+}
+#define HFA_SHORT_SUMS
+struct FourBytes { int8_t bytes[4]; };
+// As one block, since gcc would read the bytes of all rows first, and then lack registers for the sums.
+inline HFA_INLINE I dot2(I shorts, I w, const int8_t* a) {
+  I products;
+  __asm__("vpbroadcastd %2, %1\n\tvpmaddubsw %1, %3, %1\n\tvpaddw %1, %0, %0"
+          : "+x"(shorts), "=&x"(products) : "m"(*reinterpret_cast<const FourBytes*>(a)), "x"(w));
+  return shorts;
+}
+inline I add_shorts(I sum, I shorts) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)));
 }
 #endif
 template <int PLACE> inline I bits_from(I x, int mask) {
   return _mm256_and_si256(PLACE ? _mm256_srli_epi16(x, PLACE) : x, _mm256_set1_epi8(static_cast<char>(mask)));
 }
-inline I held(I x) { __asm__("" : "+x"(x)); return x; }
 inline I either(I a, I b) { return _mm256_or_si256(a, b); }
 inline I table16(const uint8_t* p) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
