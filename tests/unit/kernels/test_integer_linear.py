@@ -128,8 +128,10 @@ def test_zero_points_at_the_ends_of_their_range(isa, bits):
     zeros = torch.zeros(64, 1, dtype=torch.uint8)
     zeros[32:] = most
     packed = pack(bits, levels, torch.ones(64, 1), zeros)
-    got = IntegerLinear([packed], [None])(torch.full((1, 128), 127.0))
-    assert got.tolist() == [[127.0 * most * 128] * 32 + [-127.0 * most * 128] * 32]
+    linear, expected = IntegerLinear([packed], [None]), [127.0 * most * 128] * 32 + [-127.0 * most * 128] * 32
+    for rows in (1, 2, 4, 5, 8, 40):  # tiles of some heights sum up products in 16 bits
+        assert linear(torch.full((rows, 128), 127.0)).tolist() == [expected] * rows
+        assert linear(torch.full((rows, 128), -127.0)).tolist() == [[-value for value in expected]] * rows
 
 
 @pytest.mark.parametrize("bits", FEWER)
@@ -247,8 +249,9 @@ def test_saturating_instructions_would_be_wrong_here(isa, bits):
     integers[:, ::2] = largest
     stored = integers if bits == 8 else stored_of((integers + largest + 1).view(torch.uint8), bits)
     packed = pack(bits, stored, torch.ones(64, 1))
-    x = torch.where(torch.arange(128) % 2 == 0, 127.0, -127.0)[None]
-    assert IntegerLinear([packed], [None])(x).tolist() == [[127.0 * largest * 128] * 64]
+    x = torch.where(torch.arange(128) % 2 == 0, 127.0, -127.0).expand(9, -1)
+    for rows in (1, 4, 8, 9):
+        assert IntegerLinear([packed], [None])(x[:rows]).tolist() == [[127.0 * largest * 128] * 64] * rows
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,17 @@ def test_products(kind: str, backend, rows: int, dtype: torch.dtype) -> None:
     assert np.linalg.norm(out.double().numpy() - exact) < tolerance * np.linalg.norm(exact)
     for row in range(rows if backend.row_invariant else 0):
         assert torch.equal(backend.run(x[row : row + 1], packed, bias), out[row : row + 1])
+
+
+@pytest.mark.parametrize(("kind", "backend"), TAKEN, ids=IDS)
+def test_the_largest_products_fit_the_sums_of_every_number_of_rows(kind: str, backend) -> None:
+    weight, _ = made(kind, 64, 160)
+    packed = backend.pack(replace(weight, weight_packed=torch.full_like(weight.weight_packed, 0x77)))
+    one = backend.run(torch.ones(1, 160), packed, None)
+    one = backend.run(torch.ones(1, 160), packed, None)
+    for rows in (4, 8, 9):
+        out = backend.run(torch.ones(rows, 160), packed, None)
+        torch.testing.assert_close(out, one.expand(rows, -1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -18,8 +18,7 @@ constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// The rows of a tile of a format. Two registers of bytes and their magnitudes leave room for 4 rows of two vectors, and
-// these are a little faster than 8 rows of one.
+// The rows of a tile of a format. Bytes have 4 rows of two vectors, which are a little faster than 8 rows of one.
 template <int FORMAT>
 #if defined(HFA_SHORT_SUMS)
 constexpr int TALL = IN_BYTES<FORMAT> ? 4 : 8;
@@ -76,8 +75,8 @@ inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const in
 }
 
 #if defined(HFA_SHORT_SUMS)
-// The same for more rows than one of these tiles of two vectors has: the products of some words are added up in 16 bits, so
-// that a word takes one multiplication and not two. One row took longer by this.
+// The same for more rows than a tile of two vectors has: the products of some words are added up in 16 bits, so that a
+// word takes one multiplication and not two. 64 rows took 0.85 of the time; 1 row took 1.1 times as long.
 constexpr int SHORT_ROWS = 5;
 
 template <int FORMAT>
@@ -158,7 +157,11 @@ inline HFA_INLINE void begin_sums(const GroupTask& task, int start, const int32_
     I same;  // for all outputs
     if constexpr (IN_BYTES<FORMAT>) same = iset1((DOT4_OFFSET - 128) * x_sums[r]);
     else if (task.minima) same = iset1(0);
+#if defined(HFA_SHORT_SUMS)  // which multiplies outputs in parts, and would move each product to a vector for each part
     else if (!task.zeros) same = mul_i32(held(iset1(x_sums[r])), iset1(-Levels<FORMAT>::MIDDLE));
+#else
+    else if (!task.zeros) same = iset1(-Levels<FORMAT>::MIDDLE * x_sums[r]);
+#endif
     unrolled<WIDE>([&](auto v) HFA_INLINE {
       if (IN_BYTES<FORMAT> || task.minima || !task.zeros) sums[r][v] = same;
       else sums[r][v] = mul_i32(load_u8_as_i32(task.zeros + start + v * LANES), iset1(-x_sums[r]));
@@ -182,9 +185,9 @@ inline HFA_INLINE void add_steps(const uint8_t* weight, int64_t steps, const int
   else sum_levels<FORMAT, ROWS, WIDE>(weight, steps, x, x_stride, next, sums);
 }
 
-// FIRST: `out` holds nothing yet. LOWERED: the group has minima. (Asked for each row, these two took a tenth of the time of
+// FIRST: `out` holds nothing yet. MINIMA: the group has some. (Asked for each row, these two took a tenth of the time of
 // AVX2.)
-template <int FORMAT, bool FIRST, bool LOWERED, int ROWS, int WIDE>
+template <int FORMAT, bool FIRST, bool MINIMA, int ROWS, int WIDE>
 inline HFA_INLINE void add_group_as(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0,
                                  const I (&sums)[ROWS][WIDE], float* out) {
   const int32_t* x_sums = x.sums + g * x.rows + r0;
@@ -194,7 +197,7 @@ inline HFA_INLINE void add_group_as(const GroupTask& task, int start, const Quan
     unrolled<ROWS>([&](int r) HFA_INLINE {
       float* sum = out + r * BLOCK + start + v * LANES;
       const F before = FIRST ? zero() : load(sum);
-      const F share = LOWERED ? factors.lowered_share(sums[r][v], x_sums[r]) : factors.share(sums[r][v]);
+      const F share = MINIMA ? factors.lowered_share(sums[r][v], x_sums[r]) : factors.share(sums[r][v]);
       store(sum, add(before, mul(share, set1(x_scales[r]))));
     });
   });
@@ -204,8 +207,8 @@ inline HFA_INLINE void add_group_as(const GroupTask& task, int start, const Quan
 template <int FORMAT, int ROWS, int WIDE>
 inline HFA_INLINE void add_group(const GroupTask& task, int start, const QuantizedRows& x, int64_t g, int64_t r0,
                                  const I (&sums)[ROWS][WIDE], float* out) {
-  const auto add = [&](auto first, auto lowered) HFA_INLINE {
-    add_group_as<FORMAT, first, lowered>(task, start, x, g, r0, sums, out);
+  const auto add = [&](auto first, auto minima) HFA_INLINE {
+    add_group_as<FORMAT, first, minima>(task, start, x, g, r0, sums, out);
   };
   using Yes = Constant<1>;
   using No = Constant<0>;
@@ -215,8 +218,8 @@ inline HFA_INLINE void add_group(const GroupTask& task, int start, const Quantiz
 
 // Adds the sums over one group to `out`, for ROWS rows and outputs [start, start + WIDE * LANES) of the block.
 template <int FORMAT, int ROWS, int WIDE, class Next>
-inline HFA_INLINE void group_tile(const GroupTask& group, int start, const QuantizedRows& x, int64_t g, int64_t r0, Next next,
-                       float* out) {
+inline HFA_INLINE void group_tile(const GroupTask& group, int start, const QuantizedRows& x, int64_t g, int64_t r0,
+                                  Next next, float* out) {
   const GroupTask task = group;  // in registers: what is written to `out` cannot change it
   I sums[ROWS][WIDE];
   add_steps<FORMAT>(task.weight + lane_offset<FORMAT>(start), task.steps, x.row(g, r0), x.group, next, sums,

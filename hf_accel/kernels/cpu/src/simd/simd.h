@@ -14,8 +14,8 @@
 //   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
 //   dot4       adds four products of unsigned bytes of w, less DOT4_OFFSET, and signed bytes of a, which are at least
 //              -127, to each lane of I, without saturation; dot4_nibbles adds those of w <= 15 itself
-//   dot2, add_shorts  (where HFA_SHORT_SUMS is defined, in place of dot4_nibbles) add two products of w itself and a to
-//              each half of a lane, which has 16 bits and must not overflow; and the halves of a lane to a sum
+//   dot2, add_shorts  (where HFA_SHORT_SUMS is defined) add two products of w itself and of the bytes at a to each half
+//              of a lane, which has 16 bits and must not overflow; and the halves of each lane to a sum
 //   bits_from<PLACE>(x, mask)  x >> PLACE & mask for each byte of x; the mask has 8 - PLACE bits at most
 //   held       x, which is read from memory once and at this place: gcc would read it again for each use
 //   either     the bits that one of both has
