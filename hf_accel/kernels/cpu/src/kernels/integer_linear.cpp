@@ -86,7 +86,7 @@ void run_block(const Linear& linear, const Matrix& matrix, const LinearCall& cal
   for (int64_t r = first; r < last; r += CHUNK) {
     const int64_t rows = at_most(CHUNK, last - r);
     const uint8_t* const next = r + CHUNK < last ? weights.weight : next_block;
-    block_chunk(weights, x, r, rows, has_gate(linear) ? up.weight : next, sums, rows > TILE_ROWS ? &call : nullptr);
+    block_chunk(weights, x, r, rows, has_gate(linear) ? up.weight : next, sums, rows > TALL<FORMAT> ? &call : nullptr);
     if (has_gate(linear)) block_chunk(up, x, r, rows, next, up_sums, nullptr);
     finish(matrix, call, b, r, rows, sums, has_gate(linear) ? up_sums : nullptr);
   }
@@ -171,9 +171,9 @@ template <int FORMAT>
 void run(const Linear& linear, const LinearCall& call, const QuantizedRows& x) {
   const int64_t at_once = blocks_at_once(call, x.rows, count_tasks(linear, 1)), tasks = count_tasks(linear, at_once);
 #if defined(HFA_TILES)
-  const int64_t height = x.rows >= call.tile_rows ? PAIR : TILE_ROWS;
+  const int64_t height = x.rows >= call.tile_rows ? PAIR : TALL<FORMAT>;
 #else
-  const int64_t height = TILE_ROWS;
+  const int64_t height = TALL<FORMAT>;
 #endif
   // Rows are split over threads only if there are few blocks.
   const int64_t parts = tasks >= 4 * call.threads ? 1 : at_most(ceil_div(x.rows, CHUNK), 4 * call.threads);
