@@ -15,6 +15,7 @@ import hf_accel
 from benchmarks import versions
 from benchmarks.harness import corpus, integer_peak
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.machine import core
 from benchmarks.harness.models import load_model
 from benchmarks.harness.processes import ProcessError, call
 from benchmarks.harness.settings import Settings
@@ -265,3 +266,31 @@ def test_a_tree_against_itself(tmp_path: Path) -> None:
     versions.main([str(versions.HERE), *settings])
     (table,) = json.loads((tmp_path / "versions.json").read_text())["tables"]
     assert table["rows"][0]["ratio"] > 0
+
+
+# -- the machine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "vendor, family, model, name",
+    [
+        ("AuthenticAMD", 23, 0x71, "Zen 2"),
+        ("AuthenticAMD", 25, 0x01, "Zen 3"),
+        ("AuthenticAMD", 25, 0x11, "Zen 4"),
+        ("AuthenticAMD", 25, 0x50, "Zen 3"),
+        ("AuthenticAMD", 25, 0xA0, "Zen 4"),
+        ("AuthenticAMD", 26, 0x02, "Zen 5"),
+        ("AuthenticAMD", 27, 0x00, None),
+        ("GenuineIntel", 6, 0x8F, None),
+    ],
+)
+def test_cores_of_amd_are_told_apart(vendor: str, family: int, model: int, name: str | None, tmp_path: Path) -> None:
+    """Virtual machines give all of them one name, and their results would stand in one folder."""
+    (tmp_path / "proc").mkdir()
+    one = f"processor : 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: AMD EPYC\n"
+    (tmp_path / "proc" / "cpuinfo").write_text(one + "\n" + one)
+    assert core(tmp_path) == name
+
+
+def test_a_machine_that_does_not_say_its_core(tmp_path: Path) -> None:
+    assert core(tmp_path) is None

@@ -15,7 +15,7 @@ from .pages import ROOT, read
 
 README = read("README.md")
 RESULTS = ROOT / "benchmarks" / "results"
-AVX512, AVX2, AMX = "amd-epyc-avx512_vnni_bf16", "amd-epyc-avx2", "intel-xeon-amx"
+AVX512, AVX2, AMX = "amd-epyc-zen-5-avx512_vnni_bf16", "amd-epyc-zen-3-avx2", "intel-xeon-amx"
 
 
 def recorded(topic: str, column: str, *, title: str = "", folder: str = AVX512, **where: str) -> Any:

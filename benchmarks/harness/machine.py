@@ -7,12 +7,14 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hf_accel
 from hf_accel.hardware import Hardware, detect, read_bandwidth
+from hf_accel.hardware.device import content_of
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 
@@ -20,6 +22,14 @@ PACKAGES = (
     "torch", "transformers", "triton", "bitsandbytes", "torchao", "llama_cpp_python", "openvino", "nncf",
     "onnxruntime", "onnx",
 )  # fmt: skip
+
+# AMD's name of a core, by its family and the first of its models. A virtual machine calls all of them "AMD EPYC", and
+# Zen 4 computes vectors of AVX-512 in two halves, Zen 5 whole.
+AMD_CORES = {
+    (23, 0x00): "Zen", (23, 0x30): "Zen 2",
+    (25, 0x00): "Zen 3", (25, 0x10): "Zen 4", (25, 0x20): "Zen 3", (25, 0x60): "Zen 4",
+    (26, 0x00): "Zen 5",
+}  # fmt: skip
 
 
 class NoKernelsError(Exception):
@@ -49,7 +59,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     hardware = host if device == "cpu" else detect(device)
     return {
         **({} if device == "cpu" else gpu(hardware)),
-        "cpu": host.name,
+        "cpu": " ".join(filter(None, (host.name, core()))),
         "physical_cores": hardware.physical_cores,
         "usable_cores": hardware.usable_cores,
         "threads": hardware.threads,
@@ -61,6 +71,17 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
     }
+
+
+def core(root: Path = Path("/")) -> str | None:
+    """AMD's name of this CPU's cores; None where Linux does not say it, or another company made them."""
+    lines = (line.partition(":") for line in (content_of(root / "proc/cpuinfo") or "").splitlines())
+    listed = {name.strip(): value.strip() for name, _, value in lines}
+    if listed.get("vendor_id") != "AuthenticAMD":
+        return None
+    here = int(listed["cpu family"]), int(listed["model"])
+    found = [name for first, name in AMD_CORES.items() if first[0] == here[0] and first <= here]
+    return found[-1] if found else None
 
 
 def gpu(hardware: Hardware) -> dict[str, Any]:

@@ -40,7 +40,7 @@ MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)
 SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
-# What Python takes around the kernels: about what benchmarks/results/amd-epyc-avx512_vnni_bf16/profile.json has, of
+# What Python takes around the kernels: about what benchmarks/results/amd-epyc-zen-5-avx512_vnni_bf16/profile.json has, of
 # 22 layers. It is more after kernels that read more, which drive Python's own data out of the caches.
 PASS_SECONDS, LAYER_SECONDS = 1e-3, 1e-4
 

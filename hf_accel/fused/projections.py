@@ -36,7 +36,7 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
 ROWS_BY_INPUTS = 4
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
-# benchmarks/results/amd-epyc-avx2/prefill.json). For float16, torch may lack instructions on all of them.
+# benchmarks/results/amd-epyc-zen-3-avx2/prefill.json). For float16, torch may lack instructions on all of them.
 SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
