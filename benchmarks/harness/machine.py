@@ -14,7 +14,7 @@ import torch
 
 import hf_accel
 from hf_accel.hardware import Hardware, detect, read_bandwidth
-from hf_accel.hardware.device import content_of
+from hf_accel.hardware.device import cpu_numbers
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 
@@ -75,12 +75,10 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def core(root: Path = Path("/")) -> str | None:
     """AMD's name of this CPU's cores; None where Linux does not say it, or another company made them."""
-    lines = (line.partition(":") for line in (content_of(root / "proc/cpuinfo") or "").splitlines())
-    listed = {name.strip(): value.strip() for name, _, value in lines}
-    if listed.get("vendor_id") != "AuthenticAMD":
+    maker, family, model = cpu_numbers(root) or ("", 0, 0)
+    if maker != "AuthenticAMD":
         return None
-    here = int(listed["cpu family"]), int(listed["model"])
-    found = [name for first, name in AMD_CORES.items() if first[0] == here[0] and first <= here]
+    found = [name for first, name in AMD_CORES.items() if first[0] == family and first[1] <= model]
     return found[-1] if found else None
 
 

@@ -7,15 +7,11 @@ where another program keeps the cores busy, a call waits for its last thread unt
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from hf_accel.fused.projections import native_rows
+from hf_accel.fused.measured_rows import rows_here, speed_ratio
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 
 from ..harness.bench import Bench
@@ -48,28 +44,10 @@ def row(out_features: int, in_features: int, dtype: torch.dtype, numbers: Sequen
     weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = [weight.clone() for _ in range(max(2, COLD_BYTES // weight.nbytes))]
     ours = [FloatLinear([each], [None]) for each in weights]
-    most = native_rows(dtype)
+    most = rows_here(dtype, measure=True)
     found = {}
     for rows in numbers:
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
-        found[f"{rows}_rows_ratio"] = ratio(x, weights, ours)
+        found[f"{rows}_rows_ratio"] = speed_ratio(x, weights, ours, SECONDS)
     print(f"    {dtype} {out_features} x {in_features}: {found}", flush=True)
     return {"weight": f"{out_features} x {in_features}", "native_rows": most if most < 2**31 else "any", **found}
-
-
-def ratio(x: Tensor, weights: list[Tensor], ours: list[FloatLinear]) -> float:
-    """The median ratio of torch's seconds to ours, of calls in turns, each on the next weight."""
-    ratios: list[float] = []
-    end, number = time.perf_counter() + SECONDS, 0
-    while time.perf_counter() < end or len(ratios) < 3:
-        torchs = timed(F.linear, x, weights[number % len(weights)])
-        own = timed(ours[(number + 1) % len(weights)], x)
-        number += 2
-        ratios.append(torchs / own)
-    return statistics.median(ratios)
-
-
-def timed(call: Callable[..., object], *arguments: Tensor) -> float:
-    start = time.perf_counter()
-    call(*arguments)
-    return time.perf_counter() - start

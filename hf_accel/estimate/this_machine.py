@@ -24,7 +24,7 @@ from ..attention import AttentionSpec
 from ..attention import choose_backend as choose_attention
 from ..cache.kinds import KeysAndValues
 from ..config import Layout
-from ..fused.projections import native_rows
+from ..fused.measured_rows import rows_here
 from ..hardware import Hardware, detect, float_peak, read_bandwidth
 from ..hardware.device import fp8_peak, least_seconds
 from ..kernels.cpu.float_linear import FloatLinear
@@ -40,8 +40,9 @@ MEASURED_ROWS = (1, 4, 8, 16, 32, 64, 512)
 QUERIES = (1, 128)
 SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
-# What Python takes around the kernels: about what benchmarks/results/amd-epyc-zen-5-avx512_vnni_bf16/profile.json has, of
-# 22 layers. It is more after kernels that read more, which drive Python's own data out of the caches.
+# What Python takes around the kernels: about what profile.json has for 22 layers, in the folder
+# benchmarks/results/amd-epyc-zen-5-avx512_vnni_bf16. It is more after kernels that read more, which drive Python's own
+# data out of the caches.
 PASS_SECONDS, LAYER_SECONDS = 1e-3, 1e-4
 
 Run = Callable[[Tensor], object]  # a product of rows, or the attention of queries
@@ -126,7 +127,7 @@ def _floats(shape: tuple[int, int], dtype: torch.dtype, count: int, here: Condit
     """Measure products by floating-point matrices: ours up to the rows that it is used for, torch's beyond."""
     outputs = timed_outputs(LinearSpec(in_features=shape[1], out_features=shape[0], layout=Layout(), dtype=dtype))
     size = outputs * shape[1] * dtype.itemsize
-    rows = native_rows(dtype) if refusal() is None and dtype in FLOATS else 0
+    rows = rows_here(dtype) if refusal() is None and dtype in FLOATS else 0
 
     def product(weight: Tensor) -> Run:
         native = FloatLinear([weight], [None]) if rows else None

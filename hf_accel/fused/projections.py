@@ -21,8 +21,8 @@ from ..tensors import has_instructions, is_plain_tensor
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
 
-# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place
-# (`python -m benchmarks.run float_rows`).
+# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place, where
+# that has not been measured on the CPU at hand (measured_rows.py). As `python -m benchmarks.run float_rows` found.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 ROWS_OF_LEVELS = {  # another number on these instruction sets
@@ -43,7 +43,7 @@ NativeCall = IntegerLinear | FloatLinear
 
 
 def native_rows(dtype: torch.dtype) -> int:
-    """Return the most rows with which our product of float weights is faster than torch's on this CPU."""
+    """Return the most rows with which our product of float weights is faster than torch's on CPUs like this one."""
     if is_slow_in_torch(dtype):
         return UNLIMITED
     return ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))

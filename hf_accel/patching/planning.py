@@ -20,9 +20,10 @@ from ..fused.hf.head_sites import with_trained_head
 from ..fused.hf.operator_models import OperatorModel, operator_sites
 from ..fused.hf.sites import fused_sites, layer_sites, native_linears
 from ..fused.kept_states import Keepers, Recorded
+from ..fused.measured_rows import rows_here
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
-from ..fused.projections import UNLIMITED, native_rows
+from ..fused.projections import UNLIMITED
 from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
 from ..hardware import bandwidth_here
@@ -271,7 +272,9 @@ def _plan_fused(
     if reason is not None or model.dtype not in FLOATS:
         return FusedPlan(reason=reason or f"the native calls do not compute in {str(model.dtype)[6:]}")
     has_kernels = has_library(device_type)  # next to a GPU they need not have been built
-    float_rows = UNLIMITED if config.deterministic else native_rows(model.dtype) if has_kernels else 0
+    float_rows = UNLIMITED if config.deterministic else 0
+    if has_kernels and not config.deterministic:
+        float_rows = rows_here(model.dtype, measure=config.weights is None)
     candidates, dropped = fused_sites(
         model, model.dtype, float_rows, all_rows=config.deterministic, device_type=device_type
     )

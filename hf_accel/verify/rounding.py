@@ -5,12 +5,13 @@ The same history is computed in several ways that are equally valid:
 * in one pass, where every product has many rows;
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
 * where activations, keys or values are rounded to integers: with the closest rounding decision of each row reversed. A
-change in
-  the last bit of a float is enough for that, and what it sets off in later layers is far larger than the bit;
+  change in the last bit of a float is enough for that, and what it sets off in later layers is far larger than that;
+* of a mixture of experts: with the result of each product moved by up to half a unit in the last place (Monte Carlo
+  arithmetic: Parker 1997), several times. A router chooses otherwise where two experts are nearly as good, and a token
+  that another expert computes has other logits by far more than a bit;
 * in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
-  margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass in which the
-  result of each product is moved by up to half a unit in the last place stands in (Monte Carlo arithmetic: Parker
-  1997), and margins are taken in the model's own dtype.
+  margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass whose products are
+  moved so stands in, and margins are taken in the model's own dtype.
 
 Their spread d, at least one unit in the last place of the largest logit, is the error that the reference has. A model
 that rounds as well stays within d of the exact logits, and another reference within 2 d; and two tokens can change
@@ -41,6 +42,7 @@ from .passes import last_logits, new_cache
 from .references import WIDER, widened
 
 LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
+JITTERED_PASSES = 8  # of a mixture of experts
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least
 
 
@@ -68,8 +70,9 @@ class ReferenceModel:
         flipped = self._flipped(history, settings)
         if flipped is not None:
             ways.append(flipped)
+        passes = JITTERED_PASSES if chooses_experts(self.model) else 1 if self.arbiter is None else 0
+        ways += [self._jittered(history, settings, seed) for seed in range(passes)]
         if self.arbiter is None:
-            ways.append(self._jittered(history, settings))
             judged, dtype = ways[0], self.model.dtype
         else:
             judged, dtype = last_logits(self.arbiter, history, **settings), self.arbiter.dtype
@@ -100,9 +103,15 @@ class ReferenceModel:
         with flipped_inputs(self.model):
             return last_logits(self.model, history, **{cache_name(self.model): cache}, **settings)
 
-    def _jittered(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor:
-        with jittered_products(self.model):
+    def _jittered(self, history: Tensor, settings: Mapping[str, Any], seed: int) -> Tensor:
+        with jittered_products(self.model, seed):
             return last_logits(self.model, history, **settings)
+
+
+def chooses_experts(model: PreTrainedModel) -> bool:
+    """Return whether a router sends each token to some of several experts."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
 
 
 def rounds_inputs(model: nn.Module) -> list[QuantModule]:
@@ -120,9 +129,9 @@ def flipped_inputs(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def jittered_products(model: PreTrainedModel) -> Iterator[None]:
+def jittered_products(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
     """Move, inside the block, the result of each product of floats by up to half a unit in the last place."""
-    jitter = Jitter(model.dtype)
+    jitter = Jitter(model.dtype, seed)
     with ExitStack() as hooks:
         for product in model.modules():
             if isinstance(product, nn.Linear | Conv1D):
@@ -189,11 +198,11 @@ class FlippedForm(PageForm):
 
 
 class Jitter:
-    """Forward hook that moves each result by up to half a unit in the last place; always by the same numbers."""
+    """Forward hook that moves each result by up to half a unit in the last place; by the same numbers for a seed."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
         self.eps = torch.finfo(dtype).eps
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         if not isinstance(output, Tensor):  # Llama 4's router is a product, and returns the experts besides

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch  # before the library is loaded, because the kernels share the threads of torch
@@ -147,10 +148,14 @@ def warn_of_refusal() -> None:
     warnings.warn(text, HfAccelWarning, stacklevel=STACK_LEVEL)
 
 
+def library_file() -> Path:
+    return Path(os.environ.get("HF_ACCEL_LIBRARY") or HERE / LIBRARY)
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
-    path = os.environ.get("HF_ACCEL_LIBRARY") or HERE / LIBRARY
-    if not os.path.exists(path):
+    path = library_file()
+    if not path.exists():
         note = HERE / REASON
         reason = note.read_text(encoding="utf-8") if note.exists() else f"run {BUILD}"
         raise UnsupportedError(f"cpu kernels: not built ({reason})")

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import math
-import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,20 +17,16 @@ from typing import Any
 
 import torch
 
-from ...errors import HfAccelError, HfAccelWarning
-from ...hardware.atomic import replaced_file
+from ...hardware.measured import Numbers, cache_file, is_on, keep, read
 from ...kernels import triton as kernels
 from .backend import Backend, LinearSpec
 from .registry import BackendChoice, example
 from .triton import Triton
 
-SWITCH = "HF_ACCEL_MEASURE"  # "0" in the environment turns it off
 SECONDS = 6.0  # that the candidates of one model may take; the one that was begun last is finished
 ROWS = (1, 8, 16, 32, 64, 256, 512, 2048)  # what is measured for so many serves fewer ones, and the last any number
 LARGEST = 2**27  # integers of a weight that is made up; of a larger one some outputs are taken
 MULTIPLE = 64  # outputs that every candidate takes
-
-Seconds = dict[str, dict[str, dict[str, float]]]  # by what is computed, the rows, and the tile
 
 
 @dataclass(eq=False)
@@ -47,7 +39,7 @@ class Measuring:
     clock: Callable[[], float] = time.perf_counter
     spent: float = 0.0  # seconds
     is_new: bool = False  # whether something was timed that the file lacks
-    known: Seconds | None = None
+    known: Numbers | None = None
     said: dict[tuple[Backend, LinearSpec, bool], str] = field(default_factory=dict)
 
     def measure(self, choice: BackendChoice, *, of_experts: bool = False) -> str | None:
@@ -91,21 +83,7 @@ class Measuring:
         """Add new measurements to the file, and keep those that others have written there meanwhile."""
         if not self.is_new or self.known is None:
             return
-        merged = read(file())
-        for key, by_rows in self.known.items():
-            for rows, timed in by_rows.items():
-                merged.setdefault(key, {}).setdefault(rows, {}).update(timed)
-        try:
-            file().parent.mkdir(parents=True, exist_ok=True)
-            with replaced_file(file()) as unfinished:
-                unfinished.write_text(json.dumps(merged, indent=1, sort_keys=True), encoding="utf-8")
-        except (OSError, HfAccelError) as error:
-            warnings.warn(
-                f"the measured tiles were not kept, so that the next process measures again: {error}; set "
-                f"XDG_CACHE_HOME to a folder that can be written to, or {SWITCH}=0 to measure nothing",
-                HfAccelWarning,
-                stacklevel=2,
-            )
+        keep(file(), self.known, "the measured tiles")
         self.is_new = False
         torch.cuda.empty_cache()  # what pages and graphs are sized by is the memory that nobody holds
 
@@ -149,14 +127,13 @@ class _Timing:
 
 def is_measured(device_type: str) -> bool:
     """Return whether tiles are measured on this kind of device now."""
-    on = os.environ.get(SWITCH, "1") != "0" and device_type == "cuda" and torch.cuda.is_available()
+    on = is_on() and device_type == "cuda" and torch.cuda.is_available()
     return on and not torch.cuda.is_current_stream_capturing()
 
 
 def file() -> Path:
     """Return the file of the measurements."""
-    folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "hf_accel" / "linear_tiles.json"
+    return cache_file("linear_tiles.json")
 
 
 def place() -> str:
@@ -183,21 +160,6 @@ def _kernels() -> str:
     )  # fmt: skip
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     return f"kernels {hashlib.sha256(code).hexdigest()[:8]}"
-
-
-def read(path: Path) -> Seconds:
-    """Return the content of a file; nothing if it is missing or damaged, so that all is measured again."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            key: {
-                rows: {name: float(seconds) for name, seconds in timed.items() if 0 < float(seconds) < math.inf}
-                for rows, timed in by_rows.items()
-            }
-            for key, by_rows in stored.items()
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 def seconds_of(rows: int, weight: Any, tile: Any, dtype: torch.dtype) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
@@ -183,6 +183,34 @@ def test_jitter(dtype: torch.dtype) -> None:
     relative = ((moved[0].double() - x.double()) / x.double()).abs()
     assert float(relative.max()) <= eps
     assert 0.1 < float((relative > 0).double().mean()) < 0.9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_router_may_choose_another_expert(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts are as good as each other for the last token: which of them computes it, rounding decides."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "initializer_range": 0.1}
+    config = MixtralConfig(vocab_size=512, num_hidden_layers=1, **sizes, **experts)
+    model = MixtralForCausalLM(config).bfloat16().eval()
+    gate, seen = model.model.layers[0].mlp.gate, []
+    with monkeypatch.context() as patch:
+        forward = gate.forward
+        patch.setattr(gate, "forward", lambda x: (seen.append(x.reshape(-1, 64)[-1].float()), forward(x))[1])
+        model(HISTORY)
+    last, across = seen[0], torch.randn(64)
+    across -= last * (across @ last) / (last @ last)
+    gate.weight.copy_(torch.stack([across, -across, -last, -last]))
+    of_each = []
+    for expert in (0, 1):
+        kept = gate.weight.clone()
+        gate.weight[1 - expert] = -last
+        of_each.append(model(HISTORY).logits[0, -1].float())
+        gate.weight.copy_(kept)
+    apart = float((of_each[0] - of_each[1]).abs().max())
+    assert apart > 1
+    assert judge(model)[1] >= apart
 
 
 def test_spread() -> None:

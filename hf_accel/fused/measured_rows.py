@@ -1,0 +1,137 @@
+"""The rows up to which our product of float weights is faster than torch's on this CPU: measured once, kept in a file.
+
+Ours reads the weights where they are, torch's packs them first, and from some number of rows on that pays. The number
+differs between CPUs of the same instruction set: Zen 4 computes a vector of AVX-512 in two halves, Zen 5 whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..hardware.atomic import locked
+from ..hardware.device import cpu_model
+from ..hardware.measured import cache_file, is_on, keep, read
+from ..kernels.cpu import library
+from ..kernels.cpu.float_linear import FloatLinear
+from .projections import UNLIMITED, native_rows
+
+ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+SHAPES = ((576, 1536), (2048, 2048))  # outputs and inputs: one that is small and torch is good at, one of usual size
+COLD_BYTES = 2**26  # of the copies of a weight that are used in turn, so that most of each comes from memory
+SECONDS = 0.02  # the least for each number of rows and each shape
+PATIENCE = 30.0  # seconds to wait for another process that measures
+
+_found: dict[tuple[str, str], int] = {}  # the most rows, by `place` and dtype: also where no file can be written
+
+
+def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
+    """Return the most rows with which our product of float weights is faster than torch's on this CPU.
+
+    measure: whether it is measured if it was not before, which takes about a second. Else, and for products that torch
+    is known to be slow at, and with HF_ACCEL_MEASURE=0, it is what other CPUs of this kind have.
+    """
+    usual = native_rows(dtype)
+    if usual in (0, UNLIMITED) or not is_on():
+        return usual
+    asked = place(), str(dtype).removeprefix("torch.")
+    if asked not in _found:
+        ratios = kept(*asked)
+        if not ratios and measure:
+            ratios = measured(dtype, *asked)
+        if not ratios:
+            return usual
+        _found[asked] = most_rows(ratios)
+    return _found[asked]
+
+
+def kept(place: str, dtype: str) -> dict[str, float]:
+    return read(file()).get(place, {}).get(dtype, {})
+
+
+def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
+    """Measure, unless another process does, which would take the cores from both: then wait for what it finds."""
+    with ExitStack() as lock:
+        with suppress(OSError):  # Timeout is one, and that the folder cannot be written to is told later
+            file().parent.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked(file().with_suffix(".lock"), timeout=PATIENCE))
+        ratios = kept(place, name)
+        if not ratios:
+            ratios = {str(rows): ratio for rows, ratio in ratios_by_rows(dtype).items()}
+            keep(file(), {place: {name: ratios}}, "the measured rows of float linears")
+        return ratios
+
+
+def most_rows(ratios: dict[str, float]) -> int:
+    """Return the most rows up to which torch is never faster; 1 if it always is."""
+    most = 1
+    for rows in sorted(map(int, ratios)):
+        if ratios[str(rows)] < 1:
+            break
+        most = rows
+    return most
+
+
+@torch.inference_mode()
+def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
+    """Return torch's seconds over ours, the geometric mean over SHAPES, up to the first number of rows where torch is
+    faster.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    copies = [[one.clone() for _ in range(max(2, COLD_BYTES // one.nbytes))] for one in weights]
+    ours = [[FloatLinear([each], [None]) for each in some] for some in copies]
+    found: dict[int, float] = {}
+    for rows in ROWS:
+        inputs = [torch.randn(rows, one.shape[1], generator=generator).to(dtype) for one in weights]
+        each = [speed_ratio(*three, SECONDS) for three in zip(inputs, copies, ours, strict=True)]
+        found[rows] = math.prod(each) ** (1 / len(each))
+        if found[rows] < 1:
+            break
+    return found
+
+
+def speed_ratio(x: Tensor, weights: Sequence[Tensor], ours: Sequence[FloatLinear], seconds: float) -> float:
+    """Return the median ratio of torch's seconds to ours, of calls in turns, each on the next weight."""
+    ratios: list[float] = []
+    end, number = time.perf_counter() + seconds, 0
+    while time.perf_counter() < end or len(ratios) < 3:
+        torchs = _timed(F.linear, x, weights[number % len(weights)])
+        own = _timed(ours[(number + 1) % len(weights)], x)
+        number += 2
+        ratios.append(torchs / own)
+    return statistics.median(ratios)
+
+
+def _timed(call: Callable[..., object], *arguments: Tensor) -> float:
+    start = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - start
+
+
+def file() -> Path:
+    """Return the file of the measurements."""
+    return cache_file("float_rows.json")
+
+
+def place() -> str:
+    """Return what ratios depend on besides the dtype and the rows."""
+    return (
+        f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {library.isa()}, {_kernels()}"
+    )
+
+
+@functools.cache
+def _kernels() -> str:
+    """Another word if a kernel changes."""
+    return f"kernels {hashlib.sha256(library.library_file().read_bytes()).hexdigest()[:8]}"
