@@ -14,7 +14,7 @@ import torch
 
 import hf_accel
 from hf_accel.hardware import Hardware, detect, read_bandwidth
-from hf_accel.hardware.device import cpu_numbers
+from hf_accel.hardware.cpu_model import cpu_numbers
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hardware.atomic import locked
-from ..hardware.device import cpu_model
+from ..hardware.cpu_model import cpu_model
 from ..hardware.measured import cache_file, is_on, keep, read
 from ..kernels.cpu import library
 from ..kernels.cpu.float_linear import FloatLinear
@@ -87,14 +87,16 @@ def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
     """Return torch's seconds over ours, the geometric mean over SHAPES, up to the first number of rows where torch is
     faster.
     """
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    generator, floats = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
+    numbers = functools.partial(torch.randn, generator=generator, **floats)
+    weights = [numbers(*shape).to(dtype) for shape in SHAPES]
     copies = [[one.clone() for _ in range(max(2, COLD_BYTES // one.nbytes))] for one in weights]
     ours = [[FloatLinear([each], [None]) for each in some] for some in copies]
     found: dict[int, float] = {}
     for rows in ROWS:
-        inputs = [torch.randn(rows, one.shape[1], generator=generator).to(dtype) for one in weights]
-        each = [speed_ratio(*three, SECONDS) for three in zip(inputs, copies, ours, strict=True)]
+        inputs = [numbers(rows, one.shape[1]).to(dtype) for one in weights]
+        with torch.autocast("cpu", enabled=False):  # it may be on where a plan is made
+            each = [speed_ratio(*three, SECONDS) for three in zip(inputs, copies, ours, strict=True)]
         found[rows] = math.prod(each) ** (1 / len(each))
         if found[rows] < 1:
             break

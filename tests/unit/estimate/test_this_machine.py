@@ -87,7 +87,7 @@ def test_a_float_model_is_timed_by_our_kernel_and_beyond_its_rows_by_torch(monke
     ours: list[int] = []
     called = FloatLinear.__call__
     monkeypatch.setattr(FloatLinear, "__call__", lambda self, x: (ours.append(len(x)), called(self, x))[1])
-    monkeypatch.setattr(this_machine, "native_rows", lambda dtype: 16)
+    monkeypatch.setattr(this_machine, "rows_here", lambda dtype: 16)
     by_rows(monkeypatch, lambda rows: 1.0)
     machine = measure_machine(workload(), "cpu")
     assert ours == [rows for rows in MEASURED_ROWS if rows <= 16]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import device
+from hf_accel.hardware import cpu_model, device
 
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
@@ -132,3 +132,18 @@ def test_without_sysfs_torch_is_asked_for_the_caches(monkeypatch, make_root):
     root = make_root({})
     assert device.cache_bytes(2, root) == 5
     assert device.cache_bytes(3, root) is None
+
+
+@pytest.mark.parametrize(
+    "cpuinfo, numbers",
+    [
+        ("vendor_id\t: AuthenticAMD\ncpu family\t: 25\nmodel\t: 17\nmodel name\t: EPYC\n", ("AuthenticAMD", 25, 17)),
+        ("vendor_id : GenuineIntel\ncpu family : 6\nmodel : 143\n", ("GenuineIntel", 6, 143)),
+        ("CPU implementer\t: 0x41", None),
+        ("vendor_id : Other\ncpu family : unknown\nmodel : 1\n", None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_numbers_tell_cpus_of_one_name_apart(make_root, cpuinfo, numbers):
+    root = make_root({} if cpuinfo is None else {"proc/cpuinfo": cpuinfo})
+    assert cpu_model.cpu_numbers(root) == numbers

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_accel.errors import HfAccelWarning
+from hf_accel.hardware import measured
 from hf_accel.kernels import triton
 from hf_accel.linear.backends import measured_tiles as module
 from hf_accel.linear.backends.backend import FEW_ROWS
@@ -237,7 +238,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(gpu, monkeypatch, tmp_path):
 
 def test_nothing_is_measured_on_a_cpu_in_a_capture_or_when_it_is_switched_off(monkeypatch):
     assert not module.is_measured("cpu")
-    monkeypatch.setenv(module.SWITCH, "1")
+    monkeypatch.setenv(measured.SWITCH, "1")
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -245,7 +246,7 @@ def test_nothing_is_measured_on_a_cpu_in_a_capture_or_when_it_is_switched_off(mo
     capturing = True
     assert not module.is_measured("cuda")
     capturing = False
-    monkeypatch.setenv(module.SWITCH, "0")
+    monkeypatch.setenv(measured.SWITCH, "0")
     assert not module.is_measured("cuda")
     assert Measuring().measure(choice()) is None
 
@@ -253,7 +254,7 @@ def test_nothing_is_measured_on_a_cpu_in_a_capture_or_when_it_is_switched_off(mo
 @pytest.mark.gpu
 @pytest.mark.skipif(triton.refusal("cuda") is not None, reason=str(triton.refusal("cuda")))
 def test_on_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv(module.SWITCH, "1")
+    monkeypatch.setenv(measured.SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tiles, "MEASURED", {})
     monkeypatch.setattr(module, "SECONDS", 60.0)
