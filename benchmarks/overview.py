@@ -20,7 +20,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parent.parent
 PLOT = ROOT / "docs" / "decode.svg"
-MACHINES = {"amd-epyc-zen-5-avx512_vnni_bf16": "AVX-512", "amd-epyc-zen-3-avx2": "AVX2 alone", "intel-xeon-amx": "AMX"}
+MACHINES = {"amd-epyc-zen-4-avx512_vnni_bf16": "AVX-512", "amd-epyc-zen-3-avx2": "AVX2 alone", "intel-xeon-amx": "AMX"}
 BATCHES = (1, 16)
 # Weights of the same width stand together: bits, and the setups of `benchmarks.run decode` that have them.
 SETUPS = {

@@ -41,7 +41,7 @@ QUERIES = (1, 128)
 SEQUENCES, KEYS = 8, 512  # that these queries attend over
 CACHES = 2  # times the last cache: what is read in turn has left it before its turn comes again
 # What Python takes around the kernels: about what profile.json has for 22 layers, in the folder
-# benchmarks/results/amd-epyc-zen-5-avx512_vnni_bf16. It is more after kernels that read more, which drive Python's own
+# benchmarks/results/amd-epyc-zen-4-avx512_vnni_bf16. It is more after kernels that read more, which drive Python's own
 # data out of the caches.
 PASS_SECONDS, LAYER_SECONDS = 1e-3, 1e-4
 

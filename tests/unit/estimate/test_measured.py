@@ -24,7 +24,7 @@ from hf_accel.estimate.serving_estimate import Load, service
 from hf_accel.estimate.workload import Workload
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-AVX512 = "amd-epyc-zen-5-avx512_vnni_bf16"
+AVX512 = "amd-epyc-zen-4-avx512_vnni_bf16"
 WEIGHTS = {"hf_accel exact": None, "hf_accel int8": "int8", "hf_accel int4": "int4"}
 CONTEXT = 512
 WITHIN = 0.25
