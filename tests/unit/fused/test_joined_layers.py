@@ -80,7 +80,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         for planner in (planning, sites):
             monkeypatch.setattr(planner, "has_library", lambda device_type: False)
         # Next to a GPU the library need not have been built.
-        monkeypatch.setattr(planning, "native_rows", lambda dtype: pytest.fail("the library is asked"))
+        monkeypatch.setattr(planning, "rows_here", lambda dtype, **more: pytest.fail("the library is asked"))
         monkeypatch.setattr(joined_calls, "by_library", lambda x: False)
         monkeypatch.setattr(modules, "gated", lambda gate, up, activation: ACTIVATIONS[activation](gate) * up)
         monkeypatch.setattr(joined_layer, "add_rms_norm", add_rms_norm)
