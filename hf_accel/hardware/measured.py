@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -22,9 +23,14 @@ def is_on() -> bool:
 
 
 def cache_file(name: str) -> Path:
-    """Return a file of the cache folder."""
+    """Return a file of the cache folder: that of temporary files for a user without a home, as in some containers."""
     folder = os.environ.get("XDG_CACHE_HOME")
-    return (Path(folder) if folder else Path.home() / ".cache") / "hf_accel" / name
+    if folder:
+        return Path(folder) / "hf_accel" / name
+    try:
+        return Path.home() / ".cache" / "hf_accel" / name
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "hf_accel" / name
 
 
 def read(path: Path) -> Numbers:
