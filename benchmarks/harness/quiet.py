@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hf_accel.cli.measurement import BUSY, SAMPLE, busy_cores
+from hf_accel.hardware.busy import BUSY, SAMPLE, busy_cores
 
 GLANCE = 0.2  # seconds that are looked at where nothing depends on it
 PATIENCE = 300.0  # seconds to wait for the machine to become quiet

@@ -27,7 +27,7 @@ DTYPES = {"float32": ROWS, "bfloat16": ROWS[:9], "float16": ROWS[:9]}
 COLD_BYTES = 2**27  # of the copies of a weight that are used in turn, so that none is found in a cache
 SECONDS = 0.25  # of each number of rows
 NOTE = (
-    "Torch's seconds over ours, in turns, the median of their ratios, over weights that no cache holds. A patched "
+    "Torch's least seconds over ours, in turns, over weights that no cache holds. A patched "
     "model uses ours up to `native_rows` rows, and torch's above; with deterministic=True always ours."
 )
 

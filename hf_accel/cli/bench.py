@@ -47,8 +47,8 @@ def bench(
     topic = _checked_topic(topic, path)
     with asked.output.progress("loading the model") as now:
         model = load_float(path, dtype=dtype)
+        from ..hardware.busy import BUSY, busy_cores
         from . import topics
-        from .measurement import BUSY, busy_cores
 
         now("looking whether the machine is quiet")
         busy = busy_cores(0.5)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from hf_accel import stats
 
 BASELINE = "stock"
-BUSY = 0.3  # cores that other programs may take
-SAMPLE = 2.0  # seconds of the observation
-STAT = Path("/proc/stat")
 Name = TypeVar("Name")
 Result = TypeVar("Result")
 
@@ -127,28 +122,6 @@ def ratios(baseline: Sequence[float], seconds: Sequence[float]) -> list[float]:
 
 
 # -- a quiet machine ---------------------------------------------------------------------------------
-
-
-def busy_cores(seconds: float = SAMPLE) -> float | None:
-    """Return how many cores of the machine are busy while this process sleeps for `seconds`.
-
-    Time that the host gives to its other guests counts where the host reports it.
-    """
-    before, start = _busy_ticks(), time.monotonic()
-    if before is None:
-        return None
-    time.sleep(seconds)
-    after = _busy_ticks()
-    assert after is not None
-    return (after - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - start)
-
-
-def _busy_ticks() -> int | None:
-    """Return the time that the system counted as neither idle nor waiting for a disk, in ticks of a core."""
-    if not STAT.exists():
-        return None
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, STAT.read_text(encoding="ascii").split()[1:9])
-    return user + nice + system + irq + soft_irq + steal
 
 
 # -- requests ----------------------------------------------------------------------------------------

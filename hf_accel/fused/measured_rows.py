@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..hardware.atomic import locked
+from ..hardware.busy import BUSY, busy_cores
 from ..hardware.cpu_model import cpu_model
 from ..hardware.measured import cache_file, is_on, keep, read
 from ..kernels.cpu import library
@@ -30,6 +30,8 @@ ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = ((576, 1536), (2048, 2048))  # outputs and inputs: one that is small and torch is good at, one of usual size
 COLD_BYTES = 2**26  # of the copies of a weight that are used in turn, so that most of each comes from memory
 SECONDS = 0.02  # the least for each number of rows and each shape
+LEAST_CALLS = 4  # of each
+GLANCE = 0.2  # seconds in which others are looked at
 PATIENCE = 30.0  # seconds to wait for another process that measures
 
 _found: dict[tuple[str, str], int] = {}  # the most rows, by `place` and dtype: also where no file can be written
@@ -49,9 +51,11 @@ def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
         ratios = kept(*asked)
         if not ratios and measure:
             ratios = measured(dtype, *asked)
-        if not ratios:
+            _found[asked] = most_rows(ratios) if ratios else usual
+        elif ratios:
+            _found[asked] = most_rows(ratios)
+        else:
             return usual
-        _found[asked] = most_rows(ratios)
     return _found[asked]
 
 
@@ -60,13 +64,15 @@ def kept(place: str, dtype: str) -> dict[str, float]:
 
 
 def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
-    """Measure, unless another process does, which would take the cores from both: then wait for what it finds."""
+    """Measure, unless another process does, which would take the cores from both: then wait for what it finds. Return
+    nothing where other programs take the cores: our calls wait for their last thread, and torch's need not.
+    """
     with ExitStack() as lock:
         with suppress(OSError):  # Timeout is one, and that the folder cannot be written to is told later
             file().parent.mkdir(parents=True, exist_ok=True)
             lock.enter_context(locked(file().with_suffix(".lock"), timeout=PATIENCE))
         ratios = kept(place, name)
-        if not ratios:
+        if not ratios and (busy_cores(GLANCE) or 0.0) < BUSY:
             ratios = {str(rows): ratio for rows, ratio in ratios_by_rows(dtype).items()}
             keep(file(), {place: {name: ratios}}, "the measured rows of float linears")
         return ratios
@@ -104,15 +110,15 @@ def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
 
 
 def speed_ratio(x: Tensor, weights: Sequence[Tensor], ours: Sequence[FloatLinear], seconds: float) -> float:
-    """Return the median ratio of torch's seconds to ours, of calls in turns, each on the next weight."""
-    ratios: list[float] = []
-    end, number = time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or len(ratios) < 3:
-        torchs = _timed(F.linear, x, weights[number % len(weights)])
-        own = _timed(ours[(number + 1) % len(weights)], x)
-        number += 2
-        ratios.append(torchs / own)
-    return statistics.median(ratios)
+    """Return torch's least seconds over ours, of calls in turns, each on the next weight."""
+    torchs: list[float] = []
+    own: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(own) < LEAST_CALLS:
+        turn = 2 * len(own)
+        torchs.append(_timed(F.linear, x, weights[turn % len(weights)]))
+        own.append(_timed(ours[(turn + 1) % len(weights)], x))
+    return min(torchs) / min(own)
 
 
 def _timed(call: Callable[..., object], *arguments: Tensor) -> float:

@@ -291,7 +291,7 @@ def test_bench_compares_before_it_measures(run: Run) -> None:
 def test_bench_says_that_the_machine_is_busy(
     run: Run, monkeypatch: pytest.MonkeyPatch, cores: float | None, said: bool
 ) -> None:
-    monkeypatch.setattr("hf_accel.cli.measurement.busy_cores", lambda seconds: cores)
+    monkeypatch.setattr("hf_accel.hardware.busy.busy_cores", lambda seconds: cores)
     result = run("bench", "memory", TINY, "--context", 8)
     assert ("other processes took 1.5 cores" in result.stdout) == said
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_accel.cli import measurement
+from hf_accel.hardware import busy
 
 
 def test_cores_that_others_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -14,14 +14,14 @@ def test_cores_that_others_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     ticks = os.sysconf("SC_CLK_TCK")
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 10 20 5000 300 1 2 3 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-    monkeypatch.setattr(measurement, "STAT", stat)
+    monkeypatch.setattr(busy, "STAT", stat)
 
     def sleep(seconds: float) -> None:
-        busy = [100 + ticks, 10, 20, 9000, 900, 1, 2, 3 + ticks, 8, 0]
-        stat.write_text(f"cpu  {' '.join(map(str, busy))}\n")
+        counted = [100 + ticks, 10, 20, 9000, 900, 1, 2, 3 + ticks, 8, 0]
+        stat.write_text(f"cpu  {' '.join(map(str, counted))}\n")
 
     clock = iter([0.0, 2.0, 4.0])
-    monkeypatch.setattr(measurement, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
-    assert measurement.busy_cores() == 1.0
-    monkeypatch.setattr(measurement, "STAT", tmp_path / "nothing")
-    assert measurement.busy_cores() is None
+    monkeypatch.setattr(busy, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: next(clock)))
+    assert busy.busy_cores() == 1.0
+    monkeypatch.setattr(busy, "STAT", tmp_path / "nothing")
+    assert busy.busy_cores() is None

@@ -30,6 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.dtype]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "_found", {})
     monkeypatch.setattr(module, "native_rows", lambda dtype: 128)
+    monkeypatch.setattr(module, "busy_cores", lambda seconds: 0.0)
     monkeypatch.setattr(module, "ratios_by_rows", lambda dtype: (dtypes.append(dtype), FOUND)[1])
     return dtypes
 
@@ -128,6 +129,20 @@ def test_a_process_that_measures_is_waited_for(asked: list[torch.dtype], monkeyp
 
     monkeypatch.setattr(module, "locked", meanwhile)
     assert rows_here(torch.bfloat16, measure=True) == 16
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("busy", "rows"), [(0.1, 64), (0.5, 128), (None, 64)])
+def test_a_busy_machine_is_not_measured(
+    busy: float | None, rows: int, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process tries again."""
+    monkeypatch.setattr(module, "busy_cores", lambda seconds: busy)
+    assert rows_here(torch.float32, measure=True) == rows_here(torch.float32, measure=True) == rows
+    assert module.file().exists() == (rows == 64)
+    monkeypatch.setattr(module, "busy_cores", lambda seconds: 0.0)
+    another_process(monkeypatch)
+    assert rows_here(torch.float32, measure=True) == 64
     assert len(asked) == 1
 
 
