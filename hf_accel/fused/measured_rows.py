@@ -26,15 +26,15 @@ from ..kernels.cpu import library
 from ..kernels.cpu.float_linear import FloatLinear
 from .projections import UNLIMITED, native_rows
 
-ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+CANDIDATE_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = ((576, 1536), (2048, 2048))  # outputs and inputs: one that is small and torch is good at, one of usual size
 COLD_BYTES = 2**26  # of the copies of a weight that are used in turn, so that most of each comes from memory
-SECONDS = 0.02  # the least for each number of rows and each shape
+LEAST_SECONDS = 0.02  # the least for each number of rows and each shape
 LEAST_CALLS = 4  # of each
 GLANCE = 0.2  # seconds in which others are looked at
 PATIENCE = 30.0  # seconds to wait for another process that measures
 
-_found: dict[tuple[str, str], int] = {}  # the most rows, by `place` and dtype: also where no file can be written
+_found: dict[tuple[str, str], int] = {}  # the most rows, by `this_cpu` and dtype: also where no file can be written
 
 
 def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
@@ -46,7 +46,7 @@ def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
     usual = native_rows(dtype)
     if usual in (0, UNLIMITED) or not is_on():
         return usual
-    asked = place(), str(dtype).removeprefix("torch.")
+    asked = this_cpu(), str(dtype).removeprefix("torch.")
     if asked not in _found:
         ratios = kept(*asked)
         if not ratios and measure:
@@ -60,7 +60,7 @@ def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
 
 
 def kept(place: str, dtype: str) -> dict[str, float]:
-    return read(file()).get(place, {}).get(dtype, {})
+    return read(rows_file()).get(place, {}).get(dtype, {})
 
 
 def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
@@ -68,13 +68,13 @@ def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
     nothing where other programs take the cores: our calls wait for their last thread, and torch's need not.
     """
     with ExitStack() as lock:
-        with suppress(OSError):  # Timeout is one, and that the folder cannot be written to is told later
-            file().parent.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(locked(file().with_suffix(".lock"), timeout=PATIENCE))
+        with suppress(OSError):  # Timeout is one; keep() warns of a folder that cannot be written to
+            rows_file().parent.mkdir(parents=True, exist_ok=True)
+            lock.enter_context(locked(rows_file().with_suffix(".lock"), timeout=PATIENCE))
         ratios = kept(place, name)
         if not ratios and (busy_cores(GLANCE) or 0.0) < BUSY:
             ratios = {str(rows): ratio for rows, ratio in ratios_by_rows(dtype).items()}
-            keep(file(), {place: {name: ratios}}, "the measured rows of float linears")
+            keep(rows_file(), {place: {name: ratios}}, "the measured rows of float linears")
         return ratios
 
 
@@ -99,10 +99,10 @@ def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
     copies = [[one.clone() for _ in range(max(2, COLD_BYTES // one.nbytes))] for one in weights]
     ours = [[FloatLinear([each], [None]) for each in some] for some in copies]
     found: dict[int, float] = {}
-    for rows in ROWS:
+    for rows in CANDIDATE_ROWS:
         inputs = [numbers(rows, one.shape[1]).to(dtype) for one in weights]
         with torch.autocast("cpu", enabled=False):  # it may be on where a plan is made
-            each = [speed_ratio(*three, SECONDS) for three in zip(inputs, copies, ours, strict=True)]
+            each = [speed_ratio(*three, LEAST_SECONDS) for three in zip(inputs, copies, ours, strict=True)]
         found[rows] = math.prod(each) ** (1 / len(each))
         if found[rows] < 1:
             break
@@ -127,12 +127,12 @@ def _timed(call: Callable[..., object], *arguments: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def file() -> Path:
+def rows_file() -> Path:
     """Return the file of the measurements."""
     return cache_file("float_rows.json")
 
 
-def place() -> str:
+def this_cpu() -> str:
     """Return what ratios depend on besides the dtype and the rows."""
     return (
         f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {library.isa()}, {_kernels()}"

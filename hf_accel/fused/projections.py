@@ -22,7 +22,7 @@ from ..undo.journal import Mixin
 from ..undo.state import FUSED
 
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place, where
-# that has not been measured on the CPU at hand (measured_rows.py). As `python -m benchmarks.run float_rows` found.
+# that has not been measured on this CPU (measured_rows.py). As `python -m benchmarks.run float_rows` found.
 FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
 UNLIMITED = 2**62
 ROWS_OF_LEVELS = {  # another number on these instruction sets

@@ -1,4 +1,4 @@
-"""How much of the machine other programs take, which makes a measurement worth less."""
+"""Measures how much of the machine other programs take: next to them a measurement is worth less."""
 
 from __future__ import annotations
 

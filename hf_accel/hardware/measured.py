@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in files of the user's cache folder for the next process."""
+"""Keeps what was measured on this machine in files of the user's cache folder, for the next process."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_each_dtype_is_measured_once(asked: list[torch.dtype], monkeypatch: pyte
     another_process(monkeypatch)
     assert rows_here(torch.float32, measure=True) == rows_here(torch.bfloat16) == 64
     assert asked == [torch.float32, torch.bfloat16]
-    assert set(measured.read(module.file())[module.place()]) == {"float32", "bfloat16"}
+    assert set(measured.read(module.rows_file())[module.this_cpu()]) == {"float32", "bfloat16"}
 
 
 def test_another_number_of_threads_is_measured_by_itself(asked: list[torch.dtype]) -> None:
@@ -80,7 +80,7 @@ def test_what_nobody_measured_is_as_on_cpus_like_this_one(
     assert rows_here(torch.float32) == 128
     monkeypatch.setenv(measured.SWITCH, "0")
     assert rows_here(torch.float32, measure=True) == 128
-    assert not asked and not module.file().exists()
+    assert not asked and not module.rows_file().exists()
 
 
 @pytest.mark.parametrize("usual", [0, UNLIMITED])
@@ -96,8 +96,8 @@ def test_what_torch_lacks_and_what_we_lack_is_not_measured(
 def test_a_damaged_file_is_written_anew(
     content: str, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module.file().parent.mkdir()
-    module.file().write_text(content)
+    module.rows_file().parent.mkdir()
+    module.rows_file().write_text(content)
     assert rows_here(torch.float32, measure=True) == 64
     another_process(monkeypatch)
     assert rows_here(torch.float32, measure=True) == 64
@@ -118,13 +118,13 @@ def test_a_folder_that_cannot_be_written_to_is_told_once(
 def test_a_process_that_measures_is_waited_for(asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it takes too long, this one measures too."""
     monkeypatch.setattr(module, "PATIENCE", 0.05)
-    module.file().parent.mkdir()
-    with locked(module.file().with_suffix(".lock")):
+    module.rows_file().parent.mkdir()
+    with locked(module.rows_file().with_suffix(".lock")):
         assert rows_here(torch.float32, measure=True) == 64
     assert len(asked) == 1
 
     def meanwhile(file: Path, *, timeout: float) -> object:
-        measured.keep(file.with_suffix(".json"), {module.place(): {"bfloat16": {"16": 1.0}}}, "rows")
+        measured.keep(file.with_suffix(".json"), {module.this_cpu(): {"bfloat16": {"16": 1.0}}}, "rows")
         return locked(file, timeout=timeout)
 
     monkeypatch.setattr(module, "locked", meanwhile)
@@ -139,7 +139,7 @@ def test_a_busy_machine_is_not_measured(
     """The next process tries again."""
     monkeypatch.setattr(module, "busy_cores", lambda seconds: busy)
     assert rows_here(torch.float32, measure=True) == rows_here(torch.float32, measure=True) == rows
-    assert module.file().exists() == (rows == 64)
+    assert module.rows_file().exists() == (rows == 64)
     monkeypatch.setattr(module, "busy_cores", lambda seconds: 0.0)
     another_process(monkeypatch)
     assert rows_here(torch.float32, measure=True) == 64
@@ -164,9 +164,9 @@ def test_both_are_timed_until_torch_is_faster(dtype: torch.dtype, monkeypatch: p
     """Whatever device, autocast and kind of gradients are the rule where a plan is made."""
     monkeypatch.setattr(module, "SHAPES", ((64, 96), (32, 32)))
     monkeypatch.setattr(module, "COLD_BYTES", 0)
-    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
         found = module.ratios_by_rows(dtype)
-    assert list(found) == list(module.ROWS[: len(found)])
+    assert list(found) == list(module.CANDIDATE_ROWS[: len(found)])
     assert all(ratio > 0 for ratio in found.values())
     assert all(ratio >= 1 for ratio in list(found.values())[:-1])
