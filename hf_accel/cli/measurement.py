@@ -121,9 +121,6 @@ def ratios(baseline: Sequence[float], seconds: Sequence[float]) -> list[float]:
     return [b / s for b, s in zip(baseline, seconds, strict=True)]
 
 
-# -- a quiet machine ---------------------------------------------------------------------------------
-
-
 # -- requests ----------------------------------------------------------------------------------------
 
 

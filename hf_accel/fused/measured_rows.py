@@ -1,7 +1,7 @@
 """The rows up to which our product of float weights is faster than torch's on this CPU: measured once, kept in a file.
 
-Ours reads the weights where they are, torch's packs them first, and from some number of rows on that pays. The number
-differs between CPUs of the same instruction set: Zen 4 computes a vector of AVX-512 in two halves, Zen 5 whole.
+Ours reads the weights where they are, torch's packs them first, and from some number of rows on that pays. An
+instruction set does not say from which: on an EPYC with AVX-512, 64 rows of bfloat16 by rule were 128 to 192 in fact.
 """
 
 from __future__ import annotations
