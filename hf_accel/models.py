@@ -266,6 +266,13 @@ def num_embedded(model: Any) -> int:
     return max(vocabulary_size(model), rows if isinstance(rows, int) else 0)
 
 
+def experts_per_token(config: Any) -> int | None:
+    """Return how many experts a router of the model sends each token to; None where its config does not say."""
+    layers = layers_config(config)
+    named = (getattr(layers, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
+    return next((number for number in named if isinstance(number, int) and number > 0), None)
+
+
 def head_dim(config: Any) -> int:
     """The numbers of a head of a model with this config, or of a layer with a config of its own."""
     named = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)

@@ -24,6 +24,8 @@ SHAPES = (
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 # Torch takes seconds for many rows of half precision on some CPUs.
 DTYPES = {"float32": ROWS, "bfloat16": ROWS[:9], "float16": ROWS[:9]}
+# Of Conv1Ds, as GPT-2 and GPT-2 XL have them; their weights are [in, out].
+BY_INPUTS = ((2304, 768), (768, 768), (3072, 768), (768, 3072), (4800, 1600), (1600, 6400))
 COLD_BYTES = 2**27  # of the copies of a weight that are used in turn, so that none is found in a cache
 SECONDS = 0.25  # of each number of rows
 NOTE = (
@@ -33,21 +35,24 @@ NOTE = (
 
 
 def measure(bench: Bench) -> list[Table]:
+    forms = {"": (SHAPES, False), ", [in, out]": (BY_INPUTS, True)}
     return [
-        Table(name, [row(*shape, getattr(torch, name), numbers) for shape in SHAPES], NOTE)
+        Table(name + form, [row(*shape, getattr(torch, name), numbers, by_inputs=by_inputs) for shape in shapes], NOTE)
+        for form, (shapes, by_inputs) in forms.items()
         for name, numbers in DTYPES.items()
     ]
 
 
 @torch.inference_mode()
-def row(out_features: int, in_features: int, dtype: torch.dtype, numbers: Sequence[int]) -> Row:
-    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+def row(out_features: int, in_features: int, dtype: torch.dtype, numbers: Sequence[int], *, by_inputs: bool) -> Row:
+    shape = (in_features, out_features) if by_inputs else (out_features, in_features)
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = [weight.clone() for _ in range(max(2, COLD_BYTES // weight.nbytes))]
-    ours = [FloatLinear([each], [None]) for each in weights]
-    most = rows_here(dtype, measure=True)
+    ours = [FloatLinear([each], [None], by_inputs=by_inputs) for each in weights]
+    most = rows_here(dtype, by_inputs=by_inputs, measure=True)
     found = {}
     for rows in numbers:
         x = torch.randn(rows, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
         found[f"{rows}_rows_ratio"] = speed_ratio(x, weights, ours, SECONDS)
-    print(f"    {dtype} {out_features} x {in_features}: {found}", flush=True)
+    print(f"    {dtype} {out_features} x {in_features}, {by_inputs=}: {found}", flush=True)
     return {"weight": f"{out_features} x {in_features}", "native_rows": most if most < 2**31 else "any", **found}

@@ -21,12 +21,13 @@ from ..config import WeightConfig
 from ..errors import UnsupportedError
 from ..linear import LinearSpec
 from ..linear.backends.backend import FEW_ROWS
+from ..models import experts_per_token
 from ..patching.survey import linear_sites, sites_named
 from ..patching.weight_plan import weight_plans
 from ..patching.weight_sites import LinearSite
 from .layer_bytes import AttendsToSource, StatefulLayer
 from .roofline import Work
-from .shapes import decoder_config, source_modules
+from .shapes import source_modules
 
 MULTIPLIED = ("linears", "experts", "head")  # the kinds that a token is multiplied with
 TILE = 128  # rows and columns of scores that tiled attention holds at a time
@@ -276,24 +277,23 @@ def _weight(model: PreTrainedModel, site: LinearSite, spec: LinearSpec | None) -
         itemsize=site.parameter.itemsize,
         spec=spec,
         tied=site.keeps_original,
-        top_k=_experts_per_token(model) if site.of_experts else 0,
+        top_k=_top_k(model) if site.of_experts else 0,
     )
 
 
 def _tensor(model: PreTrainedModel, module: nn.Module, parameter: nn.Parameter) -> WeightTensor:
     shape, itemsize = tuple(parameter.shape), parameter.itemsize
     if type(module).__name__.endswith("Experts"):  # fused: every parameter has a row per expert
-        return WeightTensor(kind="experts", shape=shape, itemsize=itemsize, top_k=_experts_per_token(model))
+        return WeightTensor(kind="experts", shape=shape, itemsize=itemsize, top_k=_top_k(model))
     kind = "embeddings" if isinstance(module, nn.Embedding) else "other"
     return WeightTensor(kind=kind, shape=shape, itemsize=itemsize)
 
 
-def _experts_per_token(model: PreTrainedModel) -> int:
-    config = decoder_config(model)
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
-    if not top_k:
-        raise UnsupportedError(f"{type(config).__name__} does not say how many experts a token takes")
-    return int(top_k)
+def _top_k(model: PreTrainedModel) -> int:
+    top_k = experts_per_token(model.config)
+    if top_k is None:
+        raise UnsupportedError(f"{type(model.config).__name__} does not say how many experts a token takes")
+    return top_k
 
 
 # -- attention -----------------------------------------------------------------------------------------

@@ -26,31 +26,33 @@ from ..kernels.cpu import library
 from ..kernels.cpu.float_linear import FloatLinear
 from .projections import UNLIMITED, native_rows
 
-CANDIDATE_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+CANDIDATE_ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = ((576, 1536), (2048, 2048))  # outputs and inputs: one that is small and torch is good at, one of usual size
 COLD_BYTES = 2**26  # of the copies of a weight that are used in turn, so that most of each comes from memory
 LEAST_SECONDS = 0.02  # the least for each number of rows and each shape
 LEAST_CALLS = 4  # of each
 GLANCE = 0.2  # seconds in which others are looked at
+BY_INPUTS = " [in, out]"  # behind a dtype: of weights that are so
 PATIENCE = 30.0  # seconds to wait for another process that measures
 
-_found: dict[tuple[str, str], int] = {}  # the most rows, by `this_cpu` and dtype: also where no file can be written
+_found: dict[tuple[str, str], int] = {}  # the most rows, by `this_cpu` and product: also where no file can be written
 
 
-def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
+def rows_here(dtype: torch.dtype, *, by_inputs: bool = False, measure: bool = False) -> int:
     """Return the most rows with which our product of float weights is faster than torch's on this CPU.
 
-    measure: whether it is measured if it was not before, which takes about a second. Else, and for products that torch
-    is known to be slow at, and with HF_ACCEL_MEASURE=0, it is what other CPUs of this kind have.
+    by_inputs: whether the weights are [in, out]. measure: whether it is measured if it was not before, which takes
+    about a second. Else, and for products that torch is known to be slow at, and with HF_ACCEL_MEASURE=0, it is what
+    other CPUs of this kind have.
     """
-    usual = native_rows(dtype)
+    usual = native_rows(dtype, by_inputs=by_inputs)
     if usual in (0, UNLIMITED) or not is_on():
         return usual
-    asked = this_cpu(), str(dtype).removeprefix("torch.")
+    asked = this_cpu(), str(dtype).removeprefix("torch.") + (BY_INPUTS if by_inputs else "")
     if asked not in _found:
         ratios = kept(*asked)
         if not ratios and measure:
-            ratios = measured(dtype, *asked)
+            ratios = measured(dtype, *asked, by_inputs=by_inputs)
             _found[asked] = most_rows(ratios) if ratios else usual
         elif ratios:
             _found[asked] = most_rows(ratios)
@@ -59,11 +61,11 @@ def rows_here(dtype: torch.dtype, *, measure: bool = False) -> int:
     return _found[asked]
 
 
-def kept(place: str, dtype: str) -> dict[str, float]:
-    return read(rows_file()).get(place, {}).get(dtype, {})
+def kept(place: str, product: str) -> dict[str, float]:
+    return read(rows_file()).get(place, {}).get(product, {})
 
 
-def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
+def measured(dtype: torch.dtype, place: str, name: str, *, by_inputs: bool) -> dict[str, float]:
     """Measure, unless another process does, which would take the cores from both: then wait for what it finds. Return
     nothing where other programs take the cores: our calls wait for their last thread, and torch's need not.
     """
@@ -73,7 +75,7 @@ def measured(dtype: torch.dtype, place: str, name: str) -> dict[str, float]:
             lock.enter_context(locked(rows_file().with_suffix(".lock"), timeout=PATIENCE))
         ratios = kept(place, name)
         if not ratios and (busy_cores(GLANCE) or 0.0) < BUSY:
-            ratios = {str(rows): ratio for rows, ratio in ratios_by_rows(dtype).items()}
+            ratios = {str(rows): ratio for rows, ratio in ratios_by_rows(dtype, by_inputs=by_inputs).items()}
             keep(rows_file(), {place: {name: ratios}}, "the measured rows of float linears")
         return ratios
 
@@ -89,18 +91,18 @@ def most_rows(ratios: dict[str, float]) -> int:
 
 
 @torch.inference_mode()
-def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
+def ratios_by_rows(dtype: torch.dtype, *, by_inputs: bool) -> dict[int, float]:
     """Return torch's seconds over ours, the geometric mean over SHAPES, up to the first number of rows where torch is
     faster.
     """
     generator, floats = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
     numbers = functools.partial(torch.randn, generator=generator, **floats)
-    weights = [numbers(*shape).to(dtype) for shape in SHAPES]
+    weights = [numbers(*(shape[::-1] if by_inputs else shape)).to(dtype) for shape in SHAPES]
     copies = [[one.clone() for _ in range(max(2, COLD_BYTES // one.nbytes))] for one in weights]
-    ours = [[FloatLinear([each], [None]) for each in some] for some in copies]
+    ours = [[FloatLinear([each], [None], by_inputs=by_inputs) for each in some] for some in copies]
     found: dict[int, float] = {}
     for rows in CANDIDATE_ROWS:
-        inputs = [numbers(rows, one.shape[1]).to(dtype) for one in weights]
+        inputs = [numbers(rows, size).to(dtype) for _, size in SHAPES]
         with torch.autocast("cpu", enabled=False):  # it may be on where a plan is made
             each = [speed_ratio(*three, LEAST_SECONDS) for three in zip(inputs, copies, ours, strict=True)]
         found[rows] = math.prod(each) ** (1 / len(each))
@@ -111,12 +113,13 @@ def ratios_by_rows(dtype: torch.dtype) -> dict[int, float]:
 
 def speed_ratio(x: Tensor, weights: Sequence[Tensor], ours: Sequence[FloatLinear], seconds: float) -> float:
     """Return torch's least seconds over ours, of calls in turns, each on the next weight."""
+    torchs_product = torch.mm if ours[0].by_inputs else F.linear
     torchs: list[float] = []
     own: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(own) < LEAST_CALLS:
         turn = 2 * len(own)
-        torchs.append(_timed(F.linear, x, weights[turn % len(weights)]))
+        torchs.append(_timed(torchs_product, x, weights[turn % len(weights)]))
         own.append(_timed(ours[(turn + 1) % len(weights)], x))
     return min(torchs) / min(own)
 

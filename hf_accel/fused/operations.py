@@ -31,7 +31,7 @@ from .modules import HALF_TABLES, RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form, weight_of
 from .partial_rotation import leaves_rest, rotation_over_rows
-from .projections import UNLIMITED, NativeLinear, make_call, matrix
+from .projections import UNLIMITED, NativeConv1D, NativeLinear, make_call, matrix
 from .row_operations import ROW_OPERATIONS
 from .state_operations import STATE_OPERATIONS
 from .sum_operations import SUM_OPERATIONS, vector_address
@@ -66,7 +66,8 @@ class ProductOperation(NativeOperation):
 
 def _product(layer: Any, x: Tensor) -> Tensor:
     """Return what a layer returns for more rows than its native call takes; its hooks are known to be none."""
-    if not isinstance(layer, NativeLinear):
+    kind = type(layer)
+    if not issubclass(kind, NativeLinear) or issubclass(kind, NativeConv1D):
         result: Tensor = layer(x)
         return result
     # Small products, as MobileBERT's, take about as long as the code of the module around them.

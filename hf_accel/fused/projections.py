@@ -30,10 +30,10 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.float32, "avx512_vnni_bf16"): 256,
     (torch.bfloat16, "amx"): UNLIMITED,
 }
-# The most rows of an expert, on average, with which weights [in, out] are read in place: their sums are in float32,
-# and torch's product of many rows by bfloat16 is faster (an EPYC with AVX-512: 1.3 times as fast as torch with 2 rows
-# of each expert, 0.9 times with 8).
-ROWS_BY_INPUTS = 4
+# The most rows that weights [in, out] are multiplied by in place, where that has not been measured: their sums are in
+# float32, and torch is faster with many rows of bfloat16 (an EPYC with AVX-512: ours is 1.3 times as fast as torch with
+# 2 rows of each expert, 0.9 times with 8). In float32 ours is 1.0 to 2.0 times as fast up to 128 rows with AVX2.
+ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 32}
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
 # benchmarks/results/amd-epyc-zen-3-avx2/prefill.json). For float16, torch may lack instructions on all of them.
@@ -42,16 +42,14 @@ SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 NativeCall = IntegerLinear | FloatLinear
 
 
-def native_rows(dtype: torch.dtype) -> int:
-    """Return the most rows with which our product of float weights is faster than torch's on CPUs like this one."""
+def native_rows(dtype: torch.dtype, *, by_inputs: bool = False) -> int:
+    """Return the most rows with which our product of float weights is faster than torch's on CPUs like this one; of
+    experts, the most rows of each, on average. by_inputs: whether weights are [in, out].
+    """
     if is_slow_in_torch(dtype):
         return UNLIMITED
-    return ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
-
-
-def native_expert_rows(dtype: torch.dtype, *, by_inputs: bool) -> int:
-    """Return the most rows of an expert, on average, with which our product is faster than torch's on this CPU."""
-    return native_rows(dtype) if is_slow_in_torch(dtype) or not by_inputs else min(native_rows(dtype), ROWS_BY_INPUTS)
+    rows = ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
+    return min(rows, ROWS_BY_INPUTS.get(dtype, 0)) if by_inputs else rows
 
 
 def is_bare_linear(layer: nn.Module) -> bool:
@@ -127,16 +125,19 @@ def make_call(
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     if len(quantized) == len(layers):
         return _make_integer(quantized, epilogue, activation)
-    if quantized or not all(is_readable(layer) for layer in layers):
+    by_inputs = isinstance(layers[0], NativeConv1D)
+    if quantized or any(isinstance(layer, NativeConv1D) is not by_inputs for layer in layers):
+        return None
+    if not all(is_readable(layer, by_inputs=by_inputs) for layer in layers):
         return None
     held, biases = zip(*(_tensors(layer) for layer in layers), strict=True)
     weights = [matrix(weight) for weight in held]
     shapes = {tuple(weight.shape) for weight in weights}
-    if len({weight.dtype for weight in weights}) > 1 or len({columns for _, columns in shapes}) > 1:
+    if len({weight.dtype for weight in weights}) > 1 or len({shape[not by_inputs] for shape in shapes}) > 1:
         return None
     if epilogue is not None and len(shapes) > 1:
         return None
-    return FloatLinear(weights, biases, epilogue, activation=activation)
+    return FloatLinear(weights, biases, epilogue, activation=activation, by_inputs=by_inputs)
 
 
 def _make_integer(layers: list[QuantLinear], epilogue: str | None, activation: str | None) -> IntegerLinear | None:
@@ -158,16 +159,16 @@ def matrix(weight: Tensor) -> Tensor:
     return weight.squeeze(2) if weight.ndim == 3 and weight.shape[2] == 1 else weight
 
 
-def is_readable(layer: nn.Module) -> bool:
+def is_readable(layer: nn.Module, *, by_inputs: bool = False) -> bool:
     """Return whether the kernels can read the layer's weight and bias where they are, and torch would multiply by
-    them.
+    them. by_inputs: whether the weight is [in, out].
     """
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if "bias" not in layer._parameters:  # prune and parametrize take away what they compute
         return False
     if weight is None or matrix(weight).ndim != 2 or weight.dtype not in FLOATS:
         return False
-    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[:1]):
+    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != (weight.shape[by_inputs],)):
         return False
     tensors = [weight] if bias is None else [weight, bias]
     return all(is_plain_tensor(t) and t.is_cpu and t.is_contiguous() for t in tensors)
@@ -188,6 +189,10 @@ class NativeLinear(Mixin):
         return stock
 
 
+class NativeConv1D(NativeLinear):
+    """A mixin for transformers' Conv1D, whose weight is [in, out]."""
+
+
 # -- products in float32 -------------------------------------------------------------------------------
 
 
@@ -201,37 +206,11 @@ class NativePointwise(NativeLinear):
 
 
 HALVES = (torch.bfloat16, torch.float16)
-WIDENED = 2**22  # the most weights that are held in float32 at once
 
 
 def is_slow_in_torch(dtype: torch.dtype) -> bool:
     """Return whether torch has no instructions for products of this dtype on this CPU."""
     return dtype in HALVES and not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16)
-
-
-def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x [rows, in] @ weight [in, out] + bias [out], summed in float32 and rounded once to x's dtype."""
-    wide, columns = x.float(), max(1, WIDENED // weight.shape[0])
-    out = x.new_empty(x.shape[0], weight.shape[1])
-    for first in range(0, weight.shape[1], columns):
-        part = slice(first, first + columns)
-        product = wide @ weight[:, part].float()
-        out[:, part] = product if bias is None else product.add_(bias[part])
-    return out
-
-
-class WidenedConv1D(Mixin):
-    """A mixin for transformers' Conv1D, whose weight is [in, out]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out] in x's dtype."""
-        parameters: dict[str, Tensor | None] = self.__dict__["_parameters"]
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if native(x) and is_widened(weight, bias, x):
-            product = widened_product(x.reshape(-1, x.shape[-1]), weight, bias)  # type: ignore[arg-type]
-            return product.view(*x.shape[:-1], -1)
-        stock: Tensor = super().forward(x)  # type: ignore[misc]
-        return stock
 
 
 class PatchProduct(Mixin):
@@ -262,13 +241,3 @@ def is_patch(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
         return False
     tensors = [weight] if bias is None else [weight, bias]
     return all(is_plain_tensor(each) and each.is_cpu and each.dtype is x.dtype for each in tensors)
-
-
-def is_widened(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> bool:
-    """Return whether torch would multiply these as halves: plain tensors of one dtype and of sizes that fit."""
-    if weight is None or weight.dtype not in HALVES or weight.ndim != 2 or x.shape[-1:] != weight.shape[:1]:
-        return False
-    if bias is not None and (bias.dtype is not weight.dtype or bias.shape != weight.shape[1:]):
-        return False
-    tensors = [weight] if bias is None else [weight, bias]
-    return x.dtype is weight.dtype and x.numel() > 0 and all(is_plain_tensor(t) and t.is_cpu for t in tensors)

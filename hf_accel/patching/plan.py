@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ..fused.site import Dropped, FusedSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
 from ..linear import QuantLinear, QuantModule
+from ..models import experts_per_token
 from ..parallel.context import ContextParallel
 from ..parallel.tensor import TensorParallel
 from .attention_survey import AttentionSite
@@ -54,16 +56,17 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """Modules that get a native forward, and float Linears that are read in place.
-
-    float_rows: the most rows that float weights are multiplied by natively. reason: why there are none.
-    """
+    """Modules that get a native forward, and float Linears that are read in place. reason: why there are none."""
 
     sites: tuple[FusedSite, ...] = ()
     linears: tuple[FusedSite, ...] = ()
     dropped: tuple[Dropped, ...] = ()
-    float_rows: int = 0
     reason: str | None = None
+
+    @property
+    def float_rows(self) -> int | None:
+        """The most rows that all float Linears multiply natively; None where that is any number, or there are none."""
+        return min((site.state.float_rows for site in self.linears if site.state.float_rows < UNLIMITED), default=None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,7 +147,7 @@ class Plan(Printed):
         replaced = {p.site.module for p in self.quantized} | {site.module for site in self.fused.linears}
         if any(_is_float_linear(module) and module not in replaced for module in self.model.modules()):
             clauses.add("torch's float linear rounds by batch size")
-        elif self.fused.linears and self.fused.float_rows < UNLIMITED:
+        elif self.fused.float_rows is not None:
             clauses.add(f"float linears of more than {self.fused.float_rows} rows go to torch, which rounds otherwise")
         # Over pages, we compute these and their parts, of which we call the linears.
         kept = (site.module for site in self.fused.sites if site.kind.multiplies)
@@ -160,13 +163,12 @@ class Plan(Printed):
         """The most rows that float linears and experts round as they round one; None where that is any number, or not
         even two.
         """
-        rows = [self.fused.float_rows] if self.fused.linears else []
-        chosen = getattr(self.model.config.get_text_config(), "num_experts_per_tok", None)
+        rows = [self.fused.float_rows or UNLIMITED]
+        chosen = experts_per_token(self.model.config) or math.inf
         for site in self.fused.sites:
             if site.kind == FEW_EXPERTS:  # its rows are those of an expert, on average; a token takes no expert twice
                 experts = next((len(weight) for weight in site.module.parameters()), 1)
-                known = isinstance(chosen, int) and 0 < chosen <= experts
-                rows.append(site.state.rows * experts // (chosen if known else experts))
+                rows.append(site.state.rows * experts // int(min(chosen, experts)))
         return min((number for number in rows if number < UNLIMITED), default=None)
 
     def to_dict(self) -> dict[str, Any]:

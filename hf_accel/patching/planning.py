@@ -35,6 +35,7 @@ from ..linear.hf import stored_experts
 from ..models import is_within, reading_once
 from ..parallel.context import context_parallel
 from ..parallel.tensor import TensorParallel, check_split
+from ..recognition.linear_code import is_plain_conv1d
 from ..tensors import model_device
 from .attention_survey import (
     attends_in_decoder_alone,
@@ -272,9 +273,11 @@ def _plan_fused(
     if reason is not None or model.dtype not in FLOATS:
         return FusedPlan(reason=reason or f"the native calls do not compute in {str(model.dtype)[6:]}")
     has_kernels = has_library(device_type)  # next to a GPU they need not have been built
-    float_rows = UNLIMITED if config.deterministic else 0
+    float_rows = rows_by_inputs = UNLIMITED if config.deterministic else 0
     if has_kernels and not config.deterministic:
         float_rows = rows_here(model.dtype, measure=config.weights is None)
+        if any(map(is_plain_conv1d, model.modules())):
+            rows_by_inputs = rows_here(model.dtype, by_inputs=True, measure=config.weights is None)
     candidates, dropped = fused_sites(
         model, model.dtype, float_rows, all_rows=config.deterministic, device_type=device_type
     )
@@ -284,7 +287,7 @@ def _plan_fused(
         layers, by_module = layer_sites(model, model.dtype, keepers, linears=None, device_type=device_type)
         return FusedPlan((*candidates, *layers), dropped=(*dropped, *by_module))
     planned = {p.site.module: p for p in linears if p.choice is not None}
-    floats = [site for site in native_linears(model, float_rows) if site.module not in planned]
+    floats = [site for site in native_linears(model, float_rows, rows_by_inputs) if site.module not in planned]
     servers = servers_of(model, planned, {site.module for site in floats}, split)
     foreign = {module for module, server in servers.items() if server is Server.FOREIGN}
     kept = [site for site in candidates if not foreign.isdisjoint(site.module.children())]
@@ -307,7 +310,7 @@ def _plan_fused(
     native = [site.name for site in layers]  # each was tried as a layer of both kinds, and its parts too
     by_module = [each for each in by_module if not any(is_within(each.name, name) for name in native)]
     floats, tables = with_trained_head(model, floats)
-    return FusedPlan((*sites, *tables, *layers), tuple(floats), (*dropped, *by_module), float_rows)
+    return FusedPlan((*sites, *tables, *layers), tuple(floats), (*dropped, *by_module))
 
 
 # -- what only a run of the model can tell -----------------------------------------------------------------

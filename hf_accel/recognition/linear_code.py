@@ -1,9 +1,10 @@
-"""Linear layers with a class of their own that compute what nn.Linear does, as Falcon's."""
+"""Linear layers with a class of their own that compute what nn.Linear does, as Falcon's, or x @ W + b, as GPT-2's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,27 @@ def _example(*, bias: bool) -> nn.Linear:
     if bias:
         layer.bias = nn.Parameter(numbers(OUT), requires_grad=False)
     return layer
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module has the name and the sizes of transformers' Conv1D, whose weight is [in, out]."""
+    own: dict[str, Any] = vars(module)
+    weight = own["_parameters"].get("weight")
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))
+
+
+def is_plain_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, as a trial of its class's code shows."""
+    kind, held = type(module), {*module._parameters} == {"weight", "bias"} and not module._buffers
+    return is_conv1d(module) and held and is_known_class(kind) and _multiplies_by_inputs(kind.forward)
+
+
+@lru_cache(maxsize=256)
+def _multiplies_by_inputs(forward: Callable[..., Tensor]) -> bool:
+    numbers, layer = RandomNumbers(), nn.Module()
+    weight, bias, x = numbers(IN, OUT), numbers(OUT), numbers(3, 2, IN)
+    vars(layer).update(nx=IN, nf=OUT, weight=weight, bias=bias)
+    return agree(lambda: forward(layer, x), lambda: x @ weight + bias, Tolerance(of_largest=1e-5))
 
 
 def rounds_its_bias_apart(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from .expanded_keys import expand_latents
 from .folding import folded
 from .known_modules import known_module
 from .left_keys import KEYS_LEFT, VALUES_LEFT, SharedKeys
+from .linear_code import is_conv1d
 from .model_stand_ins import CacheStandIn, ConfigStandIn, LinearStandIn, NormStandIn
 from .of_positions import MadeOfTokens, OfPositions
 from .operation import INPUT, OUTPUT, Span, UntraceableError, reason_of_failure
@@ -350,10 +351,3 @@ def _method(module: nn.Module, bound: MethodType) -> Callable[..., Any]:
         return bound(*args, **kwargs)
 
     return method
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module has the name and the sizes of transformers' Conv1D."""
-    own: dict[str, Any] = vars(module)
-    weight = own["_parameters"].get("weight")
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == (own.get("nx"), own.get("nf"))

@@ -38,6 +38,7 @@ from ..hardware import detect
 from ..kernels.layouts import KV
 from ..linear import QuantModule
 from ..linear.backends.reference import Reference
+from ..models import experts_per_token
 from .passes import last_logits, new_cache
 from .references import WIDER, widened
 
@@ -70,7 +71,7 @@ class ReferenceModel:
         flipped = self._flipped(history, settings)
         if flipped is not None:
             ways.append(flipped)
-        passes = JITTERED_PASSES if chooses_experts(self.model) else 1 if self.arbiter is None else 0
+        passes = JITTERED_PASSES if experts_per_token(self.model.config) else 1 if self.arbiter is None else 0
         ways += [self._jittered(history, settings, seed) for seed in range(passes)]
         if self.arbiter is None:
             judged, dtype = ways[0], self.model.dtype
@@ -106,12 +107,6 @@ class ReferenceModel:
     def _jittered(self, history: Tensor, settings: Mapping[str, Any], seed: int) -> Tensor:
         with jittered_products(self.model, seed):
             return last_logits(self.model, history, **settings)
-
-
-def chooses_experts(model: PreTrainedModel) -> bool:
-    """Return whether a router sends each token to some of several experts."""
-    config = model.config.get_text_config()
-    return any(getattr(config, name, None) for name in ("num_experts_per_tok", "top_k_experts"))
 
 
 def rounds_inputs(model: nn.Module) -> list[QuantModule]:

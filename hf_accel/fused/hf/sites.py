@@ -24,11 +24,11 @@ from ...recognition.call_form import STARTS, parameter_names, usual_pass
 from ...recognition.code import siblings
 from ...recognition.complex_rotation import rotates_by_complex
 from ...recognition.known_modules import known_module
-from ...recognition.linear_code import is_plain_linear, rounds_its_bias_apart
+from ...recognition.linear_code import is_plain_conv1d, is_plain_linear, rounds_its_bias_apart
 from ...recognition.operation import INPUT, Span, UntraceableError
 from ...recognition.operator_code import attends_by_operators
 from ...recognition.row_convolution import is_pointwise
-from ...recognition.trace import Trace, is_conv1d
+from ...recognition.trace import Trace
 from ...recognition.trial import RandomNumbers, Tolerance, agree, seems_rms_norm, unwatched_twin
 from ...recognition.unchanged import has_own_forward
 from ...recognition.window_products import convolution_layer
@@ -53,14 +53,13 @@ from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import refuse_without_kernel
 from ..projections import (
     UNLIMITED,
+    NativeConv1D,
     NativeLinear,
     NativePointwise,
     PatchProduct,
     ProjectionCall,
-    WidenedConv1D,
     is_readable,
-    is_slow_in_torch,
-    native_expert_rows,
+    native_rows,
     takes_patches,
 )
 from ..routers import NativeRouter, RouterState, multiplies_by_its_weight, seems_router
@@ -88,7 +87,6 @@ ROUTER = SiteKind(
     "router", "routers", "one native product", "their code multiplies by a weight of their own", multiplies=True
 )
 FEW_ROUTER = replace(ROUTER, varies="many rows of routers go to torch, which rounds otherwise")
-CONV1D = SiteKind("conv1d", "float Conv1Ds", "torch, in float32")
 DIFFERS = "the native call differs from the module's own result on random input"
 
 
@@ -151,10 +149,6 @@ def _checked(
         if reason is None and tried_gate(module, original_class(module)) is None:
             reason = "what they do between their weights is not known"
         return site if reason is None else Dropped(name, site.kind, reason)
-    if site.kind == CONV1D:
-        if type(module) not in checked:
-            checked[type(module)] = _multiplies_equally(module, dtype)
-        return site if checked[type(module)] else Dropped(name, site.kind, DIFFERS)
     return site
 
 
@@ -171,11 +165,9 @@ def _candidate(
     convolves = convolution_layer(module) if has_library(device_type) else None
     if convolves is not None:
         return FusedSite(name, module, CONVOLUTIONS, NativeConvolutionLayer, ConvolutionState(convolves, module))
-    if device_type == "cpu" and is_conv1d(module) and is_slow_in_torch(dtype):
-        return FusedSite(name, module, CONV1D, WidenedConv1D, None)
     if device_type == "cpu" and has_library(device_type) and holds_experts(module):
         by_inputs = bool(vars(module).get("is_transposed"))
-        rows = UNLIMITED if all_rows else native_expert_rows(dtype, by_inputs=by_inputs)
+        rows = UNLIMITED if all_rows else native_rows(dtype, by_inputs=by_inputs)
         return FusedSite(
             name, module, EXPERTS if rows == UNLIMITED else FEW_EXPERTS, NativeExperts, ExpertsState(rows)
         )
@@ -191,12 +183,17 @@ def _candidate(
     return None if parts is None else FusedSite(name, module, kind, mixin, parts)
 
 
-def native_linears(model: nn.Module, float_rows: int) -> Iterator[FusedSite]:
-    """Find plain float Linears whose weight a native call can read in place."""
+def native_linears(model: nn.Module, float_rows: int, rows_by_inputs: int) -> Iterator[FusedSite]:
+    """Find plain float Linears and Conv1Ds whose weight a native call can read in place.
+
+    float_rows, rows_by_inputs: the most rows that are multiplied natively, by weights [out, in] and [in, out].
+    """
     for name, module in modules_by_name(model):
         plain = is_plain_linear(module) and not rounds_its_bias_apart(module)
         if plain and not has_own_forward(module) and is_readable(module):
             yield FusedSite(name, module, LINEAR, NativeLinear, ProjectionCall(float_rows))
+        if is_plain_conv1d(module) and not has_own_forward(module) and is_readable(module, by_inputs=True):
+            yield FusedSite(name, module, LINEAR, NativeConv1D, ProjectionCall(rows_by_inputs))
         known = known_module(module)
         for last in () if known is None else known[0].products:
             inner: Any = module._modules[last]
@@ -228,18 +225,6 @@ def _agrees(site: FusedSite, dtype: torch.dtype, device_type: str) -> bool:
         lambda: torch.cat([fused(row[None]) for row in x]),
         Tolerance(of_largest=8 * torch.finfo(dtype).eps),
     )
-
-
-def _multiplies_equally(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a Conv1D gives the result of the product in float32, up to rounding, with small weights."""
-    kind, numbers = type(module), RandomNumbers()
-    weight, bias, x = (numbers(*shape, dtype=dtype) for shape in ((32, 48), (48,), (3, 32)))
-    twin = unwatched_twin(module)
-    twin._parameters = {"weight": nn.Parameter(weight, False), "bias": nn.Parameter(bias, False)}
-    vars(twin).update(nx=32, nf=48)
-    widened = unwatched_twin(twin)
-    widened.__class__ = mixed_class(WidenedConv1D, kind)
-    return agree(lambda: kind.forward(twin, x), lambda: widened(x), Tolerance(roundings=8, absolute=0.05))
 
 
 @torch.no_grad()

@@ -18,7 +18,8 @@ _float_experts = kernel("float_experts", ExpertsCall)
 class FloatLinear:
     """Computes x @ W.T + b for every weight, side by side; or act(gate) * up of two weights if it has an `epilogue`.
 
-    weights: [N, K] each, contiguous, of one dtype of FLOATS. biases: [N] of any of these dtypes, or None.
+    weights: [N, K] each, contiguous, of one dtype of FLOATS; or [K, N] for x @ W + b, if `by_inputs`. biases: [N] of
+    any of these dtypes, or None.
     epilogue: None, "silu", "gelu" (with erf) or "gelu_tanh". activation: None, or the name in structs.ACTIVATIONS of a
     function of each output, for any number of weights without an epilogue. Sums are in float32, and the result is
     rounded once, to the dtype of x. The bits of a row of the result depend neither on other rows nor on the number of
@@ -34,19 +35,19 @@ class FloatLinear:
 
     def __init__(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None = None, *,
-        activation: str | None = None, tile_rows: int = 1,
+        activation: str | None = None, tile_rows: int = 1, by_inputs: bool = False,
     ) -> None:  # fmt: skip
         number = epilogue_number(epilogue, activation)
-        check_weights(weights, biases, epilogue)
-        self.tile_rows = tile_rows
+        check_weights(weights, biases, epilogue, by_inputs=by_inputs)
+        self.tile_rows, self.by_inputs = tile_rows, by_inputs
         self.weights = list(weights)
         self.biases = list(biases)
         self._epilogue = epilogue
         self._shapes = [tuple(weight.shape) for weight in weights]
         self._strides = [weight.stride() for weight in weights]
-        sizes = [weight.shape[0] for weight in weights]
+        sizes = [weight.shape[by_inputs] for weight in weights]
         self.out_features = sizes[0] if epilogue else sum(sizes)
-        self.in_features = weights[0].shape[1]
+        self.in_features = weights[0].shape[not by_inputs]
         self._matrices = (Matrix * len(sizes))()
         self._sources = [(m, "weight", t) for m, t in zip(self._matrices, self.weights, strict=True)]
         self._sources += [(m, "bias", t) for m, t in zip(self._matrices, self.biases, strict=True) if t is not None]
@@ -54,7 +55,7 @@ class FloatLinear:
         for i, matrix in enumerate(self._matrices):
             matrix.out_features = sizes[i]
             matrix.column = 0 if epilogue else sum(sizes[:i])
-        self._linear = Linear(in_features=self.in_features, count=len(sizes), epilogue=number, matrices=self._matrices)
+        self._linear = Linear(0, 0, self.in_features, len(sizes), number, by_inputs, self._matrices)
         self._address = ctypes.addressof(self._linear)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class FloatLinear:
 
         Raises UnsupportedError if their shapes have changed.
         """
-        check_weights(self.weights, self.biases, self._epilogue)
+        check_weights(self.weights, self.biases, self._epilogue, by_inputs=self.by_inputs)
         if [tuple(weight.shape) for weight in self.weights] != self._shapes:
             raise UnsupportedError(f"float linear: weights of another shape than when it was made, {self._shapes}")
         self._linear.format = DTYPES[self.weights[0].dtype]
@@ -162,24 +163,23 @@ class FloatExperts:
         return out
 
 
-def check_weights(weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None) -> None:
+def check_weights(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], epilogue: str | None, *, by_inputs: bool
+) -> None:
     """Raise UnsupportedError, which says what is wrong, for tensors that the kernel cannot read."""
     if len(weights) != len(biases) or not weights or (epilogue and len(weights) != 2):
         raise UnsupportedError(f"float linear: {len(weights)} weights and {len(biases)} biases for {epilogue=}")
-    first = weights[0]
+    first, outputs, inputs = weights[0], int(by_inputs), int(not by_inputs)
     for weight in weights:
         if weight.dtype not in FLOATS or weight.dtype != first.dtype or weight.device.type != "cpu":
             raise UnsupportedError(
                 f"float linear: weights of {weight.dtype} on {weight.device}; it takes one of {FLOATS}"
             )
-        if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[1] != first.shape[1]:
+        if weight.ndim != 2 or not weight.is_contiguous() or weight.shape[inputs] != first.shape[inputs]:
             raise UnsupportedError(f"float linear: a weight of shape {tuple(weight.shape)}, strides {weight.stride()}")
     if epilogue and weights[1].shape != first.shape:
         raise UnsupportedError(f"float linear: gate {tuple(first.shape)} and up {tuple(weights[1].shape)} differ")
     for weight, bias in zip(weights, biases, strict=True):
-        if bias is not None and (
-            bias.dtype not in FLOATS or bias.shape != weight.shape[:1] or not bias.is_contiguous()
-        ):
-            raise UnsupportedError(
-                f"float linear: a bias of {bias.dtype} {tuple(bias.shape)} for {weight.shape[0]} outputs"
-            )
+        size = weight.shape[outputs]
+        if bias is not None and (bias.dtype not in FLOATS or bias.shape != (size,) or not bias.is_contiguous()):
+            raise UnsupportedError(f"float linear: a bias of {bias.dtype} {tuple(bias.shape)} for {size} outputs")

@@ -75,7 +75,7 @@ class FlatRMSNorm(LlamaRMSNorm):
 def native(module: nn.Module) -> nn.Module:
     """The module as patch() leaves it."""
     sites, _ = fused_sites(module, torch.float32, 64)
-    for site in [*sites, *native_linears(module, 64)]:
+    for site in [*sites, *native_linears(module, 64, 64)]:
         site.module.__class__ = mixed_class(site.mixin, type(site.module))
         vars(site.module)[FUSED] = site.state
     return module
@@ -265,7 +265,7 @@ def test_a_linear_with_a_subclass_for_a_weight_is_not_read() -> None:
 
     layer = nn.Linear(4, 4, bias=False)
     layer.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Scaled))
-    assert list(native_linears(layer, 64)) == []
+    assert list(native_linears(layer, 64, 64)) == []
     replaced = native(nn.Linear(4, 4, bias=False))
     replaced(torch.randn(1, 4))
     replaced.weight = layer.weight

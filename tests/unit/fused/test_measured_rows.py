@@ -29,9 +29,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[torch.dtype]:
     monkeypatch.setenv(measured.SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "_found", {})
-    monkeypatch.setattr(module, "native_rows", lambda dtype: 128)
+    monkeypatch.setattr(module, "native_rows", lambda dtype, *, by_inputs: 128)
     monkeypatch.setattr(module, "busy_cores", lambda seconds: 0.0)
-    monkeypatch.setattr(module, "ratios_by_rows", lambda dtype: (dtypes.append(dtype), FOUND)[1])
+    monkeypatch.setattr(module, "ratios_by_rows", lambda dtype, *, by_inputs: (dtypes.append(dtype), FOUND)[1])
     return dtypes
 
 
@@ -62,6 +62,12 @@ def test_each_dtype_is_measured_once(asked: list[torch.dtype], monkeypatch: pyte
     assert set(measured.read(module.rows_file())[module.this_cpu()]) == {"float32", "bfloat16"}
 
 
+def test_weights_by_inputs_are_measured_by_themselves(asked: list[torch.dtype]) -> None:
+    assert rows_here(torch.float32, measure=True) == rows_here(torch.float32, by_inputs=True, measure=True) == 64
+    assert asked == [torch.float32] * 2
+    assert set(measured.read(module.rows_file())[module.this_cpu()]) == {"float32", "float32 [in, out]"}
+
+
 def test_another_number_of_threads_is_measured_by_itself(asked: list[torch.dtype]) -> None:
     assert rows_here(torch.float32, measure=True) == 64
     threads = torch.get_num_threads()
@@ -87,7 +93,7 @@ def test_what_nobody_measured_is_as_on_cpus_like_this_one(
 def test_what_torch_lacks_and_what_we_lack_is_not_measured(
     usual: int, asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "native_rows", lambda dtype: usual)
+    monkeypatch.setattr(module, "native_rows", lambda dtype, *, by_inputs: usual)
     assert rows_here(torch.float32, measure=True) == usual
     assert not asked
 
@@ -159,14 +165,17 @@ def test_a_plan_takes_what_was_measured(asked: list[torch.dtype]) -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("by_inputs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_are_timed_until_torch_is_faster(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_are_timed_until_torch_is_faster(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, by_inputs: bool
+) -> None:
     """Whatever device, autocast and kind of gradients are the rule where a plan is made."""
     monkeypatch.setattr(module, "SHAPES", ((64, 96), (32, 32)))
     monkeypatch.setattr(module, "COLD_BYTES", 0)
     monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
     with torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = module.ratios_by_rows(dtype)
+        found = module.ratios_by_rows(dtype, by_inputs=by_inputs)
     assert list(found) == list(module.CANDIDATE_ROWS[: len(found)])
     assert all(ratio > 0 for ratio in found.values())
     assert all(ratio >= 1 for ratio in list(found.values())[:-1])

@@ -60,10 +60,8 @@ def test_half_precision_stays_native_where_torch_is_slow(
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: in_torch)
     assert projections.native_rows(torch.bfloat16) == rows
-    assert projections.native_expert_rows(torch.bfloat16, by_inputs=False) == rows
-    assert projections.native_expert_rows(torch.bfloat16, by_inputs=True) == (
-        4 if in_torch or level == "avx512_vnni_bf16" else UNLIMITED
-    )
+    by_inputs = projections.native_rows(torch.bfloat16, by_inputs=True)
+    assert by_inputs == (4 if in_torch or level == "avx512_vnni_bf16" else UNLIMITED)
     assert projections.native_rows(torch.float16) == (128 if in_torch else UNLIMITED)
     singles = 256 if level == "avx512_vnni_bf16" else 128
     assert (projections.native_rows(torch.float32), projections.native_rows(torch.float64)) == (singles, 0)

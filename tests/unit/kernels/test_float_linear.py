@@ -16,6 +16,19 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, 
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place
 
 
+@pytest.fixture(params=[False, True], ids=["[out, in]", "[in, out]"])
+def by_inputs(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def made(
+    weights: list[Tensor], biases: list[Tensor | None], epilogue: str | None = None, *, by_inputs: bool
+) -> FloatLinear:
+    """Of weights [out, in], which are stored as [in, out], if `by_inputs`."""
+    stored = [weight.t().contiguous() if by_inputs else weight for weight in weights]
+    return FloatLinear(stored, biases, epilogue, by_inputs=by_inputs)
+
+
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype)
 
@@ -30,11 +43,11 @@ def assert_as_accurate_as_float32(out: Tensor, x: Tensor, weight: Tensor, bias: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (47, 31), (49, 33), (100, 1025), (130, 2049), (17, 4100)])
-def test_any_size(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_any_size(dtype: torch.dtype, shape: tuple[int, int], *, by_inputs: bool) -> None:
     weight, bias = numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype)
-    for rows in (1, 5, 33, 130):  # the last two read weights by panels
+    for rows in (1, 3, 5, 33, 130):  # the last two read weights by panels
         x = numbers(rows, shape[1], dtype=dtype)
-        assert_as_accurate_as_float32(FloatLinear([weight], [bias])(x), x, weight, bias)
+        assert_as_accurate_as_float32(made([weight], [bias], by_inputs=by_inputs)(x), x, weight, bias)
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
@@ -47,9 +60,9 @@ def test_inputs_of_another_dtype_than_the_weights(dtype: torch.dtype, x_dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype: torch.dtype) -> None:
-    weights = [numbers(n, 2100, dtype=dtype) for n in (53, 9, 9)]
-    linear = FloatLinear(weights, [None] * 3)
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype: torch.dtype, *, by_inputs: bool) -> None:
+    weights = [numbers(n, 2100, dtype=dtype) for n in (153, 9, 9)]
+    linear = made(weights, [None] * 3, by_inputs=by_inputs)
     x = numbers(130, 2100, dtype=dtype)
     alone = torch.cat([linear(x[i : i + 1]) for i in range(130)])
     for rows in [*range(1, 14), 16, 31, 32, 33, 47, 64, 65, 127, 128, 129, 130]:
@@ -62,30 +75,30 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype: torch.dtype) 
         torch.set_num_threads(threads)
 
 
-def test_more_rows_than_are_packed_at_once() -> None:
+def test_more_rows_than_are_packed_at_once(*, by_inputs: bool) -> None:
     weight, x = numbers(5, 40), numbers(1030, 40)
-    linear = FloatLinear([weight], [None])
+    linear = made([weight], [None], by_inputs=by_inputs)
     out = linear(x)
     assert_as_accurate_as_float32(out, x, weight, None)
     assert torch.equal(out[1000:1001], linear(x[1000:1001]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_matrices_side_by_side_are_each_alone(dtype: torch.dtype) -> None:
+def test_matrices_side_by_side_are_each_alone(dtype: torch.dtype, *, by_inputs: bool) -> None:
     weights = [numbers(n, 96, dtype=dtype) for n in (64, 16, 17)]
     biases = [numbers(64, dtype=dtype), None, numbers(17)]
     x = numbers(6, 96, dtype=dtype)
-    out = FloatLinear(weights, biases)(x)
-    alone = [FloatLinear([w], [b])(x) for w, b in zip(weights, biases, strict=True)]
+    out = made(weights, biases, by_inputs=by_inputs)(x)
+    alone = [made([w], [b], by_inputs=by_inputs)(x) for w, b in zip(weights, biases, strict=True)]
     assert torch.equal(out, torch.cat(alone, 1))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_and_up(dtype: torch.dtype, activation: str) -> None:
+def test_gate_and_up(dtype: torch.dtype, activation: str, *, by_inputs: bool) -> None:
     gate, up, x = numbers(50, 64, dtype=dtype), numbers(50, 64, dtype=dtype), numbers(40, 64, dtype=dtype)
     biases = [numbers(50, dtype=dtype), numbers(50)]
-    linear = FloatLinear([gate, up], biases, activation)
+    linear = made([gate, up], biases, activation, by_inputs=by_inputs)
     gates = F.linear(x.double(), gate.double(), biases[0].double())
     ups = F.linear(x.double(), up.double(), biases[1].double())
     expected = ACTIVATIONS[activation](gates) * ups
@@ -106,9 +119,9 @@ def test_unaligned_views_and_strided_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, value: float, *, by_inputs: bool) -> None:
     weight, x = numbers(20, 130, dtype=dtype).abs() + 1, numbers(40, 130, dtype=dtype)
-    linear = FloatLinear([weight], [None])
+    linear = made([weight], [None], by_inputs=by_inputs)
     clean = linear(x)
     x[3, 129] = value
     out = linear(x)
@@ -166,3 +179,8 @@ def test_refuses_gradients_and_strange_weights() -> None:
     ]:
         with pytest.raises(UnsupportedError):
             FloatLinear(weights, biases, epilogue)
+    FloatLinear([weight], [torch.randn(8)], by_inputs=True)
+    with pytest.raises(UnsupportedError, match="for 8 outputs"):
+        FloatLinear([weight], [torch.randn(4)], by_inputs=True)
+    with pytest.raises(UnsupportedError, match="shape"):
+        FloatLinear([weight, weight[:3]], [None, None], by_inputs=True)

@@ -123,15 +123,15 @@ void row_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, 
   }
 }
 
-// Calls f(first row, rows) for tiles of nearly equal height. For example, 7 rows are tiles of 4 and 3, not of 6 and 1.
-template <class Function>
-inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
-  const int64_t tiles = ceil_div(last - first, TILE_ROWS);
-  for (int64_t t = 0, r = first; t < tiles; ++t) {
-    const int64_t rows = ceil_div(last - r, tiles - t);
-    f(t, r, rows);
-    r += rows;
+// The outputs of a task. Those of weights [in, out] are so many that whole pages are read, and each thread gets as many
+// tasks.
+template <class Dot>
+inline int64_t task_outputs(int64_t outputs, int threads) {
+  if constexpr (std::is_same<Dot, ColumnDot>::value) {
+    const int64_t tasks = threads * ceil_div(outputs, threads * Dot::CHUNK);
+    return ceil_div(at_least(ceil_div(outputs, tasks), LEAST_TASK_OUTPUTS), PANEL_OUTPUTS) * PANEL_OUTPUTS;
   }
+  return Dot::CHUNK;
 }
 
 // The task of a thread: outputs [n, n + outputs) of a matrix for rows [first, last) of the packed input.
@@ -162,7 +162,7 @@ void sum_strips(const Input<Dot>& input, const Chunk& chunk, float* sums) {
       const Panel<T> panel{strip + b * block_inputs<Dot>(), K, at_most(wide, chunk.outputs - n), input.count(b)};
       const T* next = b + 1 < input.blocks() ? panel.weight + block_inputs<Dot>() : strip + wide * K;
       const int64_t share = prefetches ? ceil_div(wide, tiles) : 0;  // rows of the next strip for each row tile
-      for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+      for_row_tiles<TILE_ROWS>(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
         const Ahead ahead{reinterpret_cast<const char*>(next + t * share * K), K * static_cast<int64_t>(sizeof(T)),
                           static_cast<int>(at_least(0, at_most(share, wide - t * share)))};
         row_tile_of<Dot>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK + n, ahead);
@@ -202,7 +202,7 @@ void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
     const T* const block = weight + b * block_inputs<Dot>();
     const T* const next = b + 1 < input.blocks() ? block + block_inputs<Dot>() : next_chunk;
     const auto multiply = [&](const auto& panel) {
-      for_row_tiles(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+      for_row_tiles<TILE_ROWS>(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
         // Each tile of outputs fetches one row of the next weights.
         const int64_t across = chunk.outputs / wide_for(static_cast<int>(rows)), row = (tiles - 1 - t) * across;
         const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
@@ -218,12 +218,11 @@ void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
 // For weights [in, out].
 template <class T>
 void sum_columns(const Input<ColumnDot>& input, const Chunk& chunk, float* sums) {
-  const int64_t stride = chunk.matrix->out_features;
+  const int64_t stride = chunk.matrix->out_features, block = block_inputs<ColumnDot>();
   const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n;
   for (int64_t b = 0; b < input.blocks(); ++b)
-    column_tiles(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
-                 weight + b * block_inputs<ColumnDot>() * stride, stride, input.count(b), chunk.outputs, sums,
-                 ColumnDot::CHUNK);
+    add_columns<T>(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
+                   {weight + b * block * stride, stride, input.count(b), chunk.outputs}, sums, ColumnDot::CHUNK);
 }
 
 template <class Dot, class T>
@@ -334,10 +333,13 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
 template <class Dot, class T>
 void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& input) {
   const int32_t count = has_gate(linear) ? 1 : linear.count;
+  const auto wide = [&](int32_t m) { return task_outputs<Dot>(linear.matrices[m].out_features, call.threads); };
+  const auto chunks_of = [&](int32_t m) { return ceil_div(linear.matrices[m].out_features, wide(m)); };
   int64_t chunks = 0;
-  for (int32_t m = 0; m < count; ++m) chunks += ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
-  // Rows are split over threads only if there are few chunks.
-  const int64_t parts = chunks >= 4 * call.threads ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
+  for (int32_t m = 0; m < count; ++m) chunks += chunks_of(m);
+  // Rows are split over threads only if there are few chunks. Those of weights [in, out] are one for each thread.
+  const int64_t enough = std::is_same<Dot, ColumnDot>::value ? call.threads : 4 * call.threads;
+  const int64_t parts = chunks >= enough ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   // One row of vectors is a stream for each thread, in a region of its own as long as threads take tasks in turns.
   const bool streams = STREAMS_ROW && Dot::WHOLE_ROWS == 1 && input.rows == 1;
@@ -348,10 +350,9 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
     int64_t c = task / parts;
     const int64_t first = task % parts * part_rows, last = at_most(input.rows, first + part_rows);
     int32_t m = 0;
-    for (; c >= ceil_div(linear.matrices[m].out_features, Dot::CHUNK); ++m)
-      c -= ceil_div(linear.matrices[m].out_features, Dot::CHUNK);
-    const int64_t outputs = at_most(Dot::CHUNK, linear.matrices[m].out_features - c * Dot::CHUNK);
-    Chunk chunk{linear.matrices + m, c * Dot::CHUNK, outputs, first, last};
+    for (; c >= chunks_of(m); ++m) c -= chunks_of(m);
+    const int64_t n = c * wide(m), outputs = at_most(wide(m), linear.matrices[m].out_features - n);
+    Chunk chunk{linear.matrices + m, n, outputs, first, last};
 #if defined(HFA_TILES)
     chunk.tile = first / TILE_HEIGHT;
 #endif
@@ -368,10 +369,10 @@ void run_experts(const Linear& linear, const LinearCall& call, const Input<Dot>&
   int64_t count = 0;
   for (int32_t e = 0; e < linear.count; ++e)
     if (at_most(starts[e + 1], end) > at_least(starts[e], input.first)) chosen[count++] = e;
-  const int64_t chunks = ceil_div(outputs, Dot::CHUNK);
+  const int64_t wide = task_outputs<Dot>(outputs, call.threads), chunks = ceil_div(outputs, wide);
   parallel_for(count * chunks, call.threads, [&](int64_t task) {
-    const int64_t e = chosen[task / chunks], n = task % chunks * Dot::CHUNK;
-    const Chunk chunk{linear.matrices + e, n, at_most(Dot::CHUNK, outputs - n),
+    const int64_t e = chosen[task / chunks], n = task % chunks * wide;
+    const Chunk chunk{linear.matrices + e, n, at_most(wide, outputs - n),
                       at_least(starts[e], input.first) - input.first, at_most(starts[e + 1], end) - input.first};
     run_chunk<Dot, T>(linear, call, input, chunk);
   });
@@ -434,15 +435,18 @@ void run(const Linear& linear, const LinearCall& call, [[maybe_unused]] const in
 
 void HFA_NAMESPACE::float_linear(const LinearCall& call) {
   const Linear& linear = *call.linear;
-  [[maybe_unused]] const bool both_bf16 = linear.format == BF16 && call.x_dtype == BF16;
+  [[maybe_unused]] const bool both_bf16 = !linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16;
 #if defined(HFA_TILES)
   if (both_bf16 && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call, nullptr);
 #endif
 #if defined(HFA_BF16)
   if (both_bf16) return run<PairDot, Bf16>(linear, call, nullptr);
 #endif
-  for_dtype(linear.format,
-            [&](auto* null) { run<FloatDot, std::remove_pointer_t<decltype(null)>>(linear, call, nullptr); });
+  for_dtype(linear.format, [&](auto* null) {
+    typedef std::remove_pointer_t<decltype(null)> T;
+    if (linear.by_inputs) run<ColumnDot, T>(linear, call, nullptr);
+    else run<FloatDot, T>(linear, call, nullptr);
+  });
 }
 
 void HFA_NAMESPACE::float_experts(const ExpertsCall& call) {

@@ -65,6 +65,18 @@ struct Ahead {
   int rows;
 };
 
+// Calls f(tile, first row, rows) for tiles of nearly equal height, at most MOST. For example, 7 rows are tiles of 4 and 3,
+// not of 6 and 1.
+template <int64_t MOST, class Function>
+inline void for_row_tiles(int64_t first, int64_t last, const Function& f) {
+  const int64_t tiles = ceil_div(last - first, MOST);
+  for (int64_t t = 0, r = first; t < tiles; ++t) {
+    const int64_t rows = ceil_div(last - r, tiles - t);
+    f(t, r, rows);
+    r += rows;
+  }
+}
+
 template <int ROWS, int WIDE>
 inline void add_sums(const F (&acc)[ROWS * WIDE], float* sums, int64_t sums_stride) {
   constexpr int COUNT = ROWS * WIDE;
