@@ -9,6 +9,7 @@ from ..cache.hf import attends_to_sources
 from ..distill.model_loss import learns_by_rows
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
+from ..fused.projections import UNLIMITED
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..generation.hf.users_code import code_in_passes
@@ -130,9 +131,9 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
     for joined, count in shared.items():
         named = "; ".join(what for kind, what in JOINS.items() if kind in joined)
         yield Line("fused", f"{count} decoder layers", "one launch for two steps", named)
-    if fused.linears:
-        rows = "any number of rows" if fused.float_rows is None else "few rows"
-        yield Line("fused", f"{len(fused.linears)} float linears", f"native for {rows}", "weights are read in place")
+    for rows, count in Counter(site.state.float_rows for site in fused.linears).items():
+        native = "any number of" if rows >= UNLIMITED else f"up to {rows}"
+        yield Line("fused", _counted(count, "float linears"), f"native for {native} rows", "weights are read in place")
     for (kind, reason), count in Counter((d.kind, d.reason) for d in fused.dropped).items():
         yield Line("fused", _counted(count, kind.modules), kind.else_choice, reason)
 

@@ -125,7 +125,7 @@ def test_a_patched_model_rounds_no_more_than_stock(dtype: torch.dtype) -> None:
     model, stock = build("gpt2", dtype=dtype), build("gpt2", dtype=dtype)
     lines = {(line.what, line.choice) for line in hf_accel.plan(model, weights=None).lines}
     assert ("2 decoder layers", "one native call each") in lines
-    assert any(what == "9 float linears" for what, _ in lines)
+    assert sum(int(what.split()[0]) for what, _ in lines if "float linear" in what) == 9  # in one line or in two
     hf_accel.patch(model, weights=None)
     ids = torch.arange(1, 12)[None]
     got, rounded, exact = (m(ids).logits.double() for m in (model, stock, build("gpt2").double()))
