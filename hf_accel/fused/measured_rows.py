@@ -26,11 +26,12 @@ from ..kernels.cpu import library
 from ..kernels.cpu.float_linear import FloatLinear
 from .projections import UNLIMITED, native_rows
 
-CANDIDATE_ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+CANDIDATE_ROWS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 SHAPES = ((576, 1536), (2048, 2048))  # outputs and inputs: one that is small and torch is good at, one of usual size
 COLD_BYTES = 2**26  # of the copies of a weight that are used in turn, so that most of each comes from memory
 LEAST_SECONDS = 0.02  # the least for each number of rows and each shape
 LEAST_CALLS = 4  # of each
+FEWEST_ROWS = 4  # that are native whatever is faster: drafts of three tokens are verified as tokens are decoded
 GLANCE = 0.2  # seconds in which others are looked at
 BY_INPUTS = " [in, out]"  # behind a dtype: of weights that are so
 PATIENCE = 30.0  # seconds to wait for another process that measures
@@ -81,8 +82,8 @@ def measured(dtype: torch.dtype, place: str, name: str, *, by_inputs: bool) -> d
 
 
 def most_rows(ratios: dict[str, float]) -> int:
-    """Return the most rows up to which torch is never faster; 1 if it always is."""
-    most = 1
+    """Return the most rows up to which torch is never faster, at least FEWEST_ROWS."""
+    most = FEWEST_ROWS
     for rows in sorted(map(int, ratios)):
         if ratios[str(rows)] < 1:
             break

@@ -46,7 +46,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"16": 2.0, "32": 0.99}, 16),
         ({"16": 2.0, "64": 1.1, "32": 0.9}, 16),
         ({"16": 2.0, "64": 1.1, "128": 1.2, "512": 0.1}, 128),
-        ({"16": 0.5}, 1),
+        ({"16": 0.5}, 4),
     ],
 )
 def test_the_most_rows_are_those_below_which_torch_is_never_faster(ratios: dict[str, float], most: int) -> None:
