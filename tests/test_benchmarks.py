@@ -148,7 +148,7 @@ TABLES = {  # topic -> rows of each of its tables
     "waste": [3],
     "isa": [5],
     "tiles": [4] * 8,
-    "float_rows": [2, 2, 2],
+    "float_rows": [2] * 6,
     "weight_formats": [2, 4, 6],
     "encoders": [2, 1, 2, 3],  # a model of words, one of images, their cosines, and a classifier
     "experts": [2, 2],
@@ -233,7 +233,8 @@ def measure_topics(out: Path, topics: tuple[str, ...]) -> None:
         patch.setitem(never_slower.TOWERS, "tiny tower", lambda: ViTModel(ViTConfig(**TOWER)))
         for kind, fewer in FEWER.items():
             patch.setattr(kind, "quicker", even_quicker(kind.quicker, fewer))
-        for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "SECONDS": 0}.items():
+        few_shapes = {"SHAPES": ((64, 96), (96, 64)), "BY_INPUTS": ((96, 32), (32, 64))}
+        for name, value in {**few_shapes, "COLD_BYTES": 0, "SECONDS": 0}.items():
             patch.setattr(float_rows, name, value)
         for name, value in {"SHAPES": ((64, 96), (96, 64)), "COLD_BYTES": 0, "ROUNDS": 1, "NEW_TOKENS": 2}.items():
             patch.setattr(weight_formats, name, value)

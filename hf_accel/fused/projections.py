@@ -33,7 +33,7 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
 # The most rows that weights [in, out] are multiplied by in place, where that has not been measured: their sums are in
 # float32, and torch is faster with many rows of bfloat16 (an EPYC with AVX-512: ours is 1.3 times as fast as torch
 # with 2 rows of each expert, 0.9 times with 8). In float32 ours is 1.0 to 2.0 times as fast up to 128 rows with AVX2.
-ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 32}
+ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
 # benchmarks/results/amd-epyc-zen-3-avx2/prefill.json). For float16, torch may lack instructions on all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ def is_plain_conv1d(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=256)
 def _multiplies_by_inputs(forward: Callable[..., Tensor]) -> bool:
-    numbers, layer = RandomNumbers(), nn.Module()
+    numbers = RandomNumbers()
     weight, bias, x = numbers(IN, OUT), numbers(OUT), numbers(3, 2, IN)
-    vars(layer).update(nx=IN, nf=OUT, weight=weight, bias=bias)
+    layer = SimpleNamespace(nx=IN, nf=OUT, weight=weight, bias=bias)
     return agree(lambda: forward(layer, x), lambda: x @ weight + bias, Tolerance(of_largest=1e-5))
 
 
