@@ -1,6 +1,6 @@
 """Native calls for linear layers, among them those whose float weight is read in place.
 
-On CPUs on which torch multiplies halves one by one, products with half-precision weights are computed in float32.
+On CPUs on which torch multiplies halves one by one, ours multiply any number of rows by half-precision weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
 }
 # The most rows that weights [in, out] are multiplied by in place, where that has not been measured: their sums are in
 # float32, and torch is faster with many rows of bfloat16 (an EPYC with AVX-512: ours is 1.3 times as fast as torch
-# with 2 rows of each expert, 0.9 times with 8). In float32 ours is 1.0 to 2.0 times as fast up to 128 rows with AVX2.
+# with 2 rows of each expert, 0.9 times with 8). In float32 it is the number of other weights.
 ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
@@ -191,9 +191,6 @@ class NativeLinear(Mixin):
 
 class NativeConv1D(NativeLinear):
     """A mixin for transformers' Conv1D, whose weight is [in, out]."""
-
-
-# -- products in float32 -------------------------------------------------------------------------------
 
 
 class NativePointwise(NativeLinear):

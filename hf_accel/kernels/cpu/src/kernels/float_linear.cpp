@@ -123,8 +123,8 @@ void row_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, 
   }
 }
 
-// The outputs of a task. Those of weights [in, out] are so many that whole pages are read, and each thread gets as many
-// tasks.
+// The outputs of a task. Those of weights [in, out] are many, so that much of each row of weights is read at once, and
+// each thread gets the same number of tasks.
 template <class Dot>
 inline int64_t task_outputs(int64_t outputs, int threads) {
   if constexpr (std::is_same<Dot, ColumnDot>::value) {
