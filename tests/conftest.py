@@ -72,3 +72,9 @@ def _what_stays() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def in_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of quantized weights keep float32 inside, as their modules do, also where the CPU multiplies bfloat16."""
+    monkeypatch.setattr("hf_accel.fused.half_buffers.PAIRS_OF_BFLOAT16", ())

@@ -97,6 +97,8 @@ class EncoderProgramme(NativeOperations):
             raise UntraceableError("it returns a bias that it does not add")
         self.max_tokens = UNLIMITED
         self._unread = unread_after(self.operations)
+        # Layers of a decoder compute a token in other passes too, which shall find the same.
+        self.takes_halves = not self.causal and self.write is None
         self.compile(trace.widths)
 
     # -- while it is used ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ..recognition.of_positions import OfPositions
 from ..recognition.operation import OUTPUT, Operation, Span, UntraceableError
 from ..recognition.symbols import Computed
 from ..recognition.trace import Trace
+from .half_buffers import half_buffers
 from .layer_tail import LayerTail, split
 from .native_operation import NativeParts
 from .operations import NATIVE
@@ -122,8 +123,12 @@ def buffer_starts(
 
 
 class NativeOperations(NativeParts):
-    """The operations of a layer as C structs. Raises UntraceableError for an operation that has no kernel."""
+    """The operations of a layer as C structs. Raises UntraceableError for an operation that has no kernel.
 
+    takes_halves: whether results inside the layer may be bfloat16, see half_buffers.
+    """
+
+    takes_halves = False
     tail: LayerTail | None = None
     of_layer: Span | None = None
 
@@ -135,6 +140,8 @@ class NativeOperations(NativeParts):
         self._widths, self._moved = list(widths), dict[int, Span]()
         joined = list(self._joined(self.operations))
         compiled = [self._compile(operation) for operation in joined]
+        for buffer in half_buffers(compiled, self.dtype) if self.takes_halves else ():
+            self._widths[buffer] = -(-self._widths[buffer] // 2)  # in numbers of the call
         self.linears = [module for each in joined if each.kind in ("linear", "gated") for module in each.modules]
         self._ops = (LayerOp * len(compiled))(*compiled)
         starts, width = buffer_starts(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import HfAccelError, UnsupportedError
+from ..fused.half_buffers import keeps_halves
 from ..patching.check import transformers_model
 from ..patching.patch import is_patched, stock_twin
 from ..undo.journal import original_class
@@ -19,7 +20,14 @@ from ..undo.state import state_of
 from .certificate import Agreement, Certificate, EncoderCost, PassVerdict
 from .encoded import compare_vectors, encoder_batches, encoder_vectors, padding_id
 from .references import is_quantized, quantized_reference
-from .rounding import ReferenceModel, flipped_inputs, jittered_products, largest_difference, rounds_inputs
+from .rounding import (
+    ReferenceModel,
+    flipped_inputs,
+    halved_results,
+    jittered_products,
+    largest_difference,
+    rounds_inputs,
+)
 
 DRAWN_TOKENS = 48  # of the longest text that is drawn
 Batches = Mapping[str, Mapping[str, Tensor]]
@@ -131,6 +139,9 @@ def _rounding(
     if rounds_inputs(model):
         with flipped_inputs(model):
             ways.append(encoder_vectors(model, inputs))
+        if model.device.type == "cpu" and keeps_halves(model.dtype):
+            with halved_results(model):
+                ways.append(encoder_vectors(model, inputs))
     with jittered_products(model):
         ways.append(encoder_vectors(model, inputs))
     widest = model.dtype

@@ -6,6 +6,7 @@ The same history is computed in several ways that are equally valid:
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
 * where activations, keys or values are rounded to integers: with the closest rounding decision of each row reversed. A
   change in the last bit of a float is enough for that, and what it sets off in later layers is far larger than that;
+* of an encoder whose quantized layers keep float32 results in bfloat16 (fused/half_buffers.py): with those rounded so;
 * of a mixture of experts: with the result of each product moved by up to half a unit in the last place (Monte Carlo
   arithmetic: Parker 1997), several times. A router chooses otherwise where two experts are nearly as good, and a token
   that another expert computes has other logits by far more than a bit;
@@ -121,6 +122,20 @@ def flipped_inputs(model: nn.Module) -> Iterator[None]:
         for layer in rounds_inputs(model):
             hooks.enter_context(layer.register_forward_pre_hook(_flip_input))
         yield
+
+
+@contextmanager
+def halved_results(model: nn.Module) -> Iterator[None]:
+    """Round to bfloat16, inside the block, what layers of integer activations are given and return."""
+    with ExitStack() as hooks:
+        for layer in rounds_inputs(model):
+            hooks.enter_context(layer.register_forward_pre_hook(lambda _, args: (_halved(args[0]), *args[1:])))
+            hooks.enter_context(layer.register_forward_hook(lambda _, args, output: _halved(output)))
+        yield
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
 
 
 @contextmanager

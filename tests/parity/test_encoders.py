@@ -212,6 +212,7 @@ def test_every_instruction_set_computes_layers(family: str, level: str) -> None:
         same(found, stock(**given), given["attention_mask"])
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", {"bits": 8, "group_size": 32}, {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "RobertaPreLayerNorm"])

@@ -111,6 +111,7 @@ def test_a_sum_of_two_products_of_one_tensor() -> None:
     same(found, stock(**given), given["attention_mask"])
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", KNOWN)
 @torch.no_grad()

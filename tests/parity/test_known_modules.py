@@ -63,6 +63,7 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype) -> None:
             same(found, stock(**given), given["attention_mask"], 2e-5 if dtype is torch.float32 else 0.06)
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()

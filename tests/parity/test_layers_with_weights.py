@@ -84,6 +84,7 @@ def test_tokens_are_stocks_and_padding_is_left_out(kind, padding):
     assert torch.equal(model(**given)[0], expected)
 
 
+@pytest.mark.usefixtures("in_floats")
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["MegatronBert", "RemBert"])
 def test_int8_is_that_of_the_modules(kind):

@@ -73,6 +73,7 @@ def test_outputs_are_stocks(family: str, dtype: torch.dtype) -> None:
     check_layouts(stock, ours, [batch(each) for each in INPUTS.values()], 2e-5 if dtype is torch.float32 else 0.06)
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -113,6 +113,7 @@ def test_changes_of_t5_are_seen(change: str) -> None:
     same(found, stock(**given), given["attention_mask"])
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.parametrize("weights", ["int8", {"bits": 4, "group_size": 32}], ids=str)
 @torch.no_grad()
 def test_quantized_layers_are_those_of_their_modules(weights: Any) -> None:

@@ -77,6 +77,7 @@ def test_windows_matter_here() -> None:
     assert not torch.allclose(narrow(**given).last_hidden_state, wide(**given).last_hidden_state, atol=1e-2)
 
 
+@pytest.mark.usefixtures("in_floats")
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @torch.no_grad()
 def test_quantized_layers_are_those_of_their_modules(weights: str) -> None:

@@ -35,7 +35,8 @@ class LayerOp(Structure):
         *fields(
             pointers="weight bias skip", sizes="heads kv_heads dim value_dim window ahead",
             floats="eps offset scale softcap",
-            ints="round_first interleaved round_each tile_rows bias_dtype skip_dtype gate_first activation",
+            ints="round_first interleaved round_each tile_rows bias_dtype skip_dtype gate_first activation "
+            "halves_in halves_out",
         ),
     ]  # fmt: skip
 

@@ -25,12 +25,16 @@ struct Layer {
     return start < 0 ? static_cast<char*>(call.out) + ~start * call.tokens * size : memory + start * call.tokens * size;
   }
   char* at(const Columns& place) const { return buffer(place.buffer) + place.offset * size; }
+  // Of numbers that may be halves of those of the call.
+  char* at(const Columns& place, bool halves) const { return buffer(place.buffer) + place.offset * dtype_size(halves); }
+  int64_t dtype_size(bool halves) const { return halves ? static_cast<int64_t>(sizeof(Bf16)) : size; }
+  int32_t dtype(bool halves) const { return halves ? static_cast<int32_t>(BF16) : call.dtype; }
 
   static bool multiplies(const LayerOp& op) { return op.kind == INTEGER_LINEAR || op.kind == FLOAT_LINEAR; }
 
   void product(const LayerOp& op, const Linear& linear, void* out, int64_t out_stride, int32_t out_dtype) const {
-    const LinearCall product = {&linear, at(op.x), op.x.stride, call.tokens, out, out_stride,
-                                call.dtype, out_dtype, call.threads, op.tile_rows};
+    const LinearCall product = {&linear, at(op.x, op.halves_in), op.x.stride, call.tokens, out, out_stride,
+                                dtype(op.halves_in), out_dtype, call.threads, op.tile_rows};
     (op.kind == INTEGER_LINEAR ? kernels.integer_linear : kernels.float_linear)(product);
   }
 
@@ -38,7 +42,7 @@ struct Layer {
     const Linear& linear = *static_cast<const Linear*>(op.weight);
     const Adapters adapters = adapters_of(op, linear);
     if (adapters.count && linear.epilogue != NONE) return adapted_activation(op, linear, adapters);
-    product(op, linear, at(op.out), op.out.stride, call.dtype);
+    product(op, linear, at(op.out, op.halves_out), op.out.stride, dtype(op.halves_out));
     if (adapters.count)
       kernels.adapt({adapters, &linear, at(op.x), at(op.out), at(op.out), op.x.stride, op.out.stride, op.out.stride,
                      call.dtype, call.dtype, call.threads});
@@ -120,16 +124,16 @@ struct Layer {
 
   static int64_t head_stride(const Columns& place, int64_t dim) { return place.head ? place.head : dim; }
 
-  Rotated rotated(const Columns& x, const Columns& out, int64_t heads, int64_t dim) const {
-    const int64_t row = call.tokens / call.batch;
-    return {at(x), at(out), row * x.stride, head_stride(x, dim), x.stride, row * out.stride, head_stride(out, dim),
+  Rotated rotated(const LayerOp& op, const Columns& x, const Columns& out, int64_t heads) const {
+    const int64_t row = call.tokens / call.batch, dim = op.dim;
+    return {at(x, op.halves_in), at(out, op.halves_out), row * x.stride, head_stride(x, dim), x.stride, row * out.stride, head_stride(out, dim),
             out.stride, heads};
   }
 
   void rope(const LayerOp& op) const {
-    kernels.rope({rotated(op.x, op.out, op.heads, op.dim), rotated(op.y, op.out2, op.kv_heads, op.dim), call.cos,
-                  call.sin, call.table_batch, call.table_token, call.batch, call.tokens / call.batch, op.dim,
-                  op.interleaved, op.round_each, call.dtype, call.table_dtype, call.threads});
+    kernels.rope({rotated(op, op.x, op.out, op.heads), rotated(op, op.y, op.out2, op.kv_heads), call.cos, call.sin,
+                  call.table_batch, call.table_token, call.batch, call.tokens / call.batch, op.dim, op.interleaved,
+                  op.round_each, dtype(op.halves_in), call.table_dtype, call.threads});
   }
 
   void write(const LayerOp& op) const {
@@ -148,8 +152,8 @@ struct Layer {
   // What all kinds of attention share.
   AttentionCall attention(const LayerOp& op) const {
     AttentionCall attention = {};
-    attention.q = {at(op.x), 0, head_stride(op.x, op.dim), op.x.stride};
-    attention.out = at(op.out);
+    attention.q = {at(op.x, op.halves_in), 0, head_stride(op.x, op.dim), op.x.stride};
+    attention.out = at(op.out, op.halves_out);
     attention.heads = op.heads;
     attention.kv_heads = op.kv_heads;
     attention.head_dim = op.dim;
@@ -158,7 +162,7 @@ struct Layer {
     attention.ahead = op.ahead;
     attention.scale = op.scale;
     attention.softcap = op.softcap;
-    attention.q_dtype = call.dtype;
+    attention.q_dtype = dtype(op.halves_in);
     attention.threads = call.threads;
     return attention;
   }
@@ -166,14 +170,14 @@ struct Layer {
   void attend_rows(const LayerOp& op) const {
     AttentionCall rows = attention(op);
     const int64_t count = call.kv_len ? call.cu_q[1] : 0;  // of each sequence, if it has fewer keys than rows
-    rows.k = {at(op.y), count * op.y.stride, op.dim, op.y.stride};
-    rows.v = {at(op.z), count * op.z.stride, op.value_dim, op.z.stride};
+    rows.k = {at(op.y, op.halves_in), count * op.y.stride, op.dim, op.y.stride};
+    rows.v = {at(op.z, op.halves_in), count * op.z.stride, op.value_dim, op.z.stride};
     rows.cu_q = call.cu_q;
     rows.cu_k = call.kv_len ? nullptr : call.cu_q;
     rows.kv_len = call.kv_len;
     rows.bias = call.score_bias;
     if (op.out2.stride) rows.gates = floats(op.out2);
-    rows.k_dtype = rows.v_dtype = call.dtype;
+    rows.k_dtype = rows.v_dtype = rows.q_dtype;
     rows.sequences = call.sequences;
     rows.table_stride = call.table_stride;
     rows.block_size = call.block_size;
@@ -241,11 +245,12 @@ struct Layer {
 
   void gate(const LayerOp& op) const {
     const int64_t heads = op.heads ? op.heads : 1;  // of what does not stand end to end
+    const int64_t in_size = dtype_size(op.halves_in), out_size = dtype_size(op.halves_out);
     for (int64_t h = 0; h < heads; ++h)
-      kernels.activate({at(op.x) + h * head_stride(op.x, op.dim) * size,
-                        op.y.stride ? at(op.y) + h * head_stride(op.y, op.dim) * size : nullptr,
-                        at(op.out) + h * op.dim * size, op.x.stride, op.y.stride, op.out.stride, call.tokens, op.dim,
-                        op.activation, call.dtype, call.dtype, call.threads});
+      kernels.activate({at(op.x, op.halves_in) + h * head_stride(op.x, op.dim) * in_size,
+                        op.y.stride ? at(op.y, op.halves_in) + h * head_stride(op.y, op.dim) * in_size : nullptr,
+                        at(op.out, op.halves_out) + h * op.dim * out_size, op.x.stride, op.y.stride, op.out.stride,
+                        call.tokens, op.dim, op.activation, dtype(op.halves_in), dtype(op.halves_out), call.threads});
   }
 
   // The parts of a head side by side: what was rotated, and the rest.

@@ -41,4 +41,5 @@ struct LayerOp {
   int32_t skip_dtype;               // STATE_SCAN
   int32_t gate_first;               // GATED_NORM; ATTEND: whether values are the first numbers of keys
   int32_t activation;               // GATE: out = act(x) * y, or x * y for NONE; ROW_CONV: or -1
+  int32_t halves_in, halves_out;    // INTEGER_LINEAR, ROPE, GATE, ATTEND_ROWS: whether what is read, or written, is bfloat16 in a call of float32
 };
