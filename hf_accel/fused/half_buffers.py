@@ -1,4 +1,4 @@
-"""Which results inside a float32 layer of quantized weights are kept in bfloat16.
+"""The results inside a float32 layer of quantized weights that are kept in bfloat16.
 
 A product of quantized weights rounds its inputs to INT8. What only such products, rotations, gates and attention
 write and read can be bfloat16 besides: that rounds less. It needs half the memory, and attention multiplies two of its
@@ -59,5 +59,5 @@ def _others(operation: LayerOp, halves: set[int]) -> set[int]:
     """Return the buffers that this operation needs in the dtype of the call."""
     if operation.kind == PRODUCT:
         return set()
-    used, alike = _buffers(operation), _buffers(operation, OF_ONE_DTYPE.get(operation.kind, ()))
-    return used - alike if alike <= halves else used
+    used, of_one = _buffers(operation), _buffers(operation, OF_ONE_DTYPE.get(operation.kind, ()))
+    return used - of_one if of_one <= halves else used

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..cache.hf import attends_to_sources
 from ..distill.model_loss import learns_by_rows
+from ..fused.half_buffers import keeps_halves
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
 from ..fused.projections import UNLIMITED
@@ -57,7 +58,8 @@ def _kernels_line() -> Line:
     if refusal is not None:
         return Line("cpu kernels", "C++", "not used", refusal.removeprefix("cpu kernels: "))
     threads = cpu_kernels.threads()
-    return Line("cpu kernels", "C++", cpu_kernels.isa(), f"{threads} thread{'s' if threads > 1 else ''}")
+    said = [f"{threads} thread{'s' if threads > 1 else ''}", *filter(None, [cpu_kernels.better_level()])]
+    return Line("cpu kernels", "C++", cpu_kernels.isa(), "; ".join(said))
 
 
 def _split_line(split: TensorParallel) -> Line:
@@ -155,6 +157,9 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         known = ["a hook in a layer", *others, "or a mask that differs from query to query"]
         why = f"those with gradients, output_attentions, {', '.join(known)}"
         yield Line("passes", "other calls", "module by module", why)
+        if plan.config.weights is not None and keeps_halves(plan.model.dtype):
+            why = "between quantized linears, where tokens see both sides; hidden states stay float32"
+            yield Line("passes", "inside native layers", "bfloat16", why)
     ahead = [site for site in native if site.state.leaves_padding]
     if ahead and (code := others_code(plan.model.modules())) is not None:
         yield Line("passes", "padding", "computed", f"{code} may read it")

@@ -81,12 +81,14 @@ def library_name(system: str) -> str:
 LIBRARY = library_name(platform.system())
 
 
-def build(target: Path = HERE, *, sanitize: bool = False, only: Sequence[str] = tuple(LEVELS)) -> list[str]:
+def build(target: Path = HERE, *, sanitize: bool = False, only: Sequence[str] | None = None) -> list[str]:
     """Compile every level of the compiler's processor that it supports, link them to `target`, and return the levels.
 
-    target: a file, or a folder in which the library gets its own name. only: the levels to compile of these.
-    Raises BuildError if there is no compiler or it fails. An older library then stays as it was.
+    target: a file, or a folder in which the library gets its own name. only: the levels to compile of these; None:
+    those of `asked_levels`. Raises BuildError if there is no compiler or it fails. An older library then stays as it
+    was.
     """
+    only = asked_levels() if only is None else only
     compiler = find_compiler()
     machine = _target(compiler)
     if "mingw32" in machine:
@@ -247,6 +249,29 @@ def levels_for(processor: str) -> list[str]:
     """Return the levels of a processor by its name in platform.machine() or in a compiler's target, best first."""
     x86, arm = (processor.lower() in names for names in (("x86_64", "amd64"), ("aarch64", "arm64")))
     return [level for level in LEVELS if level == "portable" or (arm if level.startswith("neon") else x86)]
+
+
+def asked_levels(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Return the levels that the environment variable HF_ACCEL_LEVELS asks for: "all", which is the default, so that
+    the library may be run on another machine; or "native", those that this CPU can run, which is compiled sooner.
+
+    Linux says what an x86 CPU has; elsewhere, and for ARM, "native" is all. Raises BuildError for another word.
+    """
+    asked = os.environ.get("HF_ACCEL_LEVELS") or "all"
+    if asked not in ("all", "native"):
+        raise BuildError(f"HF_ACCEL_LEVELS={asked!r} is not known; choose all or native")
+    try:
+        text = cpuinfo.read_text(encoding="utf-8") if asked == "native" else ""
+    except OSError:
+        text = ""
+    line = next((line for line in text.splitlines() if line.startswith("flags")), None)
+    if line is None:
+        return list(LEVELS)
+    has = {f"m{name.replace('_', '')}" for name in line.partition(":")[2].split()}  # as flags without their dashes
+    needed = {
+        level: {flag.replace("-", "") for flag in flags if flag.startswith("-m")} for level, flags in LEVELS.items()
+    }
+    return [level for level, names in needed.items() if level.startswith("neon") or names <= has]
 
 
 def _target(compiler: Sequence[str]) -> str:

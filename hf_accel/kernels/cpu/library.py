@@ -179,12 +179,14 @@ def _select(library: Any) -> str:
         raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r}: {reason}; unset it, or build again")
     for lower in _below(level):
         if not library.hfa_select(lower.encode()):
+            _passed_over.append(f"not {level}: {reason} ({BUILD})")
             return lower
     raise UnsupportedError(f"cpu kernels: the library was built for other CPUs ({reason}); on this one, run {BUILD}")
 
 
 Struct = TypeVar("Struct", bound=Structure)
 _selected: list[str] = []
+_passed_over: list[str] = []
 _structs: dict[str, type[Structure]] = {"Linear": Linear, "Matrix": Matrix}  # the keys are the names in C
 
 
@@ -218,6 +220,12 @@ def isa() -> str:
     overrides the choice."""
     _library()
     return _selected[-1]
+
+
+def better_level() -> str | None:
+    """Return which level this CPU has and the library in use has not, and why; None if it has the best one."""
+    _library()
+    return _passed_over[-1] if _passed_over else None
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from hf_accel.fused.half_buffers import half_buffers
 from hf_accel.kernels.cpu import library, refusal
 from hf_accel.kernels.cpu.layer_call import KINDS, Columns, LayerOp
 
+from ...parity.families import build
+
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"no CPU kernels: {refusal()}")
 SIZES = {
     "vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 97,
@@ -141,6 +143,23 @@ def test_none_in_layers_of_float_weights(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
+def test_none_in_layers_of_decoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute a token in other passes too: without a cache, of a prompt and one by one."""
+    counted, ours = Counted(monkeypatch), hf_accel.patch(build("llama").eval())
+    ids = torch.randint(3, 50, (2, 9))
+    ours(input_ids=ids, use_cache=False)
+    ours.model(input_ids=ids, use_cache=False)
+    ours.generate(ids, max_new_tokens=2)
+    assert sum(counted.halves) == 0
+
+
+@torch.no_grad()
 def test_verify_knows_of_them() -> None:
     ours = hf_accel.patch(MODELS["Bert"]().eval())
     assert hf_accel.verify(ours).explained
+
+
+@pytest.mark.parametrize("weights", ["int8", None])
+def test_the_plan_says_so(weights: str | None) -> None:
+    said = str(hf_accel.plan(MODELS["Bert"]().eval(), weights=weights))
+    assert ("inside native layers" in said) is (weights is not None)

@@ -83,6 +83,24 @@ def test_a_library_for_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         library._select(Refuses())
 
 
+def test_a_level_that_was_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnlyPortable:
+        def hfa_select(self, level: bytes) -> int:
+            return level != b"portable"
+
+        def hfa_error(self) -> bytes:
+            return b"it was not compiled"
+
+    monkeypatch.delenv("HF_ACCEL_ISA", raising=False)
+    monkeypatch.setattr(library, "_passed_over", [])
+    monkeypatch.setattr(library, "choose_isa", lambda features, *, requested: "avx2")
+    monkeypatch.setattr(library, "_possible", lambda: ["avx2", "portable"])
+    monkeypatch.setattr(library, "_library", lambda: None)
+    assert library.better_level() is None
+    assert library._select(OnlyPortable()) == "portable"
+    assert library.better_level() == "not avx2: it was not compiled (python -m hf_accel.kernels.cpu.build)"
+
+
 def test_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ACCEL_LIBRARY", str(tmp_path / "nowhere.so"))
     monkeypatch.setattr(library, "HERE", tmp_path)
@@ -133,6 +151,42 @@ def test_zig_has_names_of_its_own() -> None:
             assert flags == build.LEVELS
     assert "-mcpu=generic+v8_2a+dotprod+i8mm" in flags["neon_i8mm"] and "-mcpu=generic" in flags["neon"]
     assert flags["avx2"] == build.LEVELS["avx2"]
+
+
+CPUINFO = "processor : 0\nflags : fpu avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni {}\nbugs :\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "best"),
+    [
+        ("", "avx512_vnni"), ("avx512_bf16", "avx512_vnni_bf16"), ("avx512_bf16 amx_tile amx_int8 amx_bf16", "amx"),
+        ("avx_vnni", "avx512_vnni"),
+    ],
+)  # fmt: skip
+def test_native_levels_are_those_of_this_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: str, best: str
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(CPUINFO.format(more))
+    monkeypatch.setenv("HF_ACCEL_LEVELS", "native")
+    found = build.asked_levels(cpuinfo)
+    assert found[0] == best and {"avx2", "avx2_tiles", "portable", "neon"} <= {*found}
+    assert ("avx_vnni" in found) is (more == "avx_vnni") and ("avx512_bf16_tiles" in found) is ("bf16" in more)
+    for elsewhere in (tmp_path / "nowhere", Path(os.devnull)):  # macOS; Linux on ARM, which names no flags
+        assert build.asked_levels(elsewhere) == list(build.LEVELS)
+    for word in ("all", ""):
+        monkeypatch.setenv("HF_ACCEL_LEVELS", word)
+        assert build.asked_levels(cpuinfo) == list(build.LEVELS)
+    monkeypatch.setenv("HF_ACCEL_LEVELS", "sse9")
+    with pytest.raises(build.BuildError, match="HF_ACCEL_LEVELS='sse9' is not known; choose all or native"):
+        build.asked_levels(cpuinfo)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists what a CPU has")
+def test_native_levels_are_those_that_are_chosen_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch knows of this CPU, by which a level is chosen, is what Linux lists."""
+    monkeypatch.setenv("HF_ACCEL_LEVELS", "native")
+    assert set(library._possible()) <= set(build.asked_levels())
 
 
 @pytest.mark.parametrize(
