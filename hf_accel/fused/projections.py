@@ -30,10 +30,11 @@ ROWS_OF_LEVELS = {  # another number on these instruction sets
     (torch.float32, "avx512_vnni_bf16"): 256,
     (torch.bfloat16, "amx"): UNLIMITED,
 }
-# The most rows that weights [in, out] are multiplied by in place, where that has not been measured: their sums are in
-# float32, and torch is faster with many rows of bfloat16 (an EPYC with AVX-512: ours is 1.3 times as fast as torch
-# with 2 rows of each expert, 0.9 times with 8). In float32 it is the number of other weights.
+# The most rows that weights [in, out] are multiplied by in place, where that has not been measured. Where bfloat16 is
+# converted, torch is faster with many rows of it (an EPYC with AVX-512: ours is 1.3 times as fast with 2 rows of each
+# expert, 0.9 times with 8). In float32 it is the number of other weights.
 ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
+ROWS_BY_INPUTS_OF_LEVELS = {(torch.bfloat16, "avx512_vnni_bf16"): 64}  # where pairs of it are multiplied
 
 # Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
 # benchmarks/results/amd-epyc-zen-3-avx2/prefill.json). For float16, torch may lack instructions on all of them.
@@ -49,7 +50,9 @@ def native_rows(dtype: torch.dtype, *, by_inputs: bool = False) -> int:
     if is_slow_in_torch(dtype):
         return UNLIMITED
     rows = ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
-    return min(rows, ROWS_BY_INPUTS.get(dtype, 0)) if by_inputs else rows
+    if not by_inputs:
+        return rows
+    return min(rows, ROWS_BY_INPUTS_OF_LEVELS.get((dtype, isa()), ROWS_BY_INPUTS.get(dtype, 0)))
 
 
 def is_bare_linear(layer: nn.Module) -> bool:

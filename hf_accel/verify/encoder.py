@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import HfAccelError, UnsupportedError
-from ..fused.half_buffers import keeps_halves
 from ..patching.check import transformers_model
 from ..patching.patch import is_patched, stock_twin
 from ..undo.journal import original_class
@@ -26,6 +25,7 @@ from .rounding import (
     halved_results,
     jittered_products,
     largest_difference,
+    may_keep_halves,
     rounds_inputs,
 )
 
@@ -139,9 +139,9 @@ def _rounding(
     if rounds_inputs(model):
         with flipped_inputs(model):
             ways.append(encoder_vectors(model, inputs))
-        if model.device.type == "cpu" and keeps_halves(model.dtype):
-            with halved_results(model):
-                ways.append(encoder_vectors(model, inputs))
+    if may_keep_halves(model):
+        with halved_results(model):
+            ways.append(encoder_vectors(model, inputs))
     with jittered_products(model):
         ways.append(encoder_vectors(model, inputs))
     widest = model.dtype

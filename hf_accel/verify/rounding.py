@@ -35,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cache.group import PageForm
 from ..cache.hf.cache_argument import cache_name
 from ..cache.quantized import INT4, QUANTIZED, rotate
+from ..fused.half_buffers import keeps_halves
 from ..hardware import detect
 from ..kernels.layouts import KV
 from ..linear import QuantModule
@@ -72,6 +73,10 @@ class ReferenceModel:
         flipped = self._flipped(history, settings)
         if flipped is not None:
             ways.append(flipped)
+        encodes = self.model.config.is_encoder_decoder or any(map(_is_float, settings.values()))  # images or sound
+        if encodes and may_keep_halves(self.model):
+            with halved_results(self.model):
+                ways.append(last_logits(self.model, history, **settings))
         passes = JITTERED_PASSES if experts_per_token(self.model.config) else 1 if self.arbiter is None else 0
         ways += [self._jittered(history, settings, seed) for seed in range(passes)]
         if self.arbiter is None:
@@ -122,6 +127,15 @@ def flipped_inputs(model: nn.Module) -> Iterator[None]:
         for layer in rounds_inputs(model):
             hooks.enter_context(layer.register_forward_pre_hook(_flip_input))
         yield
+
+
+def may_keep_halves(model: PreTrainedModel) -> bool:
+    """Return whether encoder layers of such a model, patched, keep results in bfloat16."""
+    return model.device.type == "cpu" and keeps_halves(model.dtype) and bool(rounds_inputs(model))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 @contextmanager

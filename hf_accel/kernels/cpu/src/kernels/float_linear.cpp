@@ -127,7 +127,7 @@ void row_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, 
 // each thread gets the same number of tasks.
 template <class Dot>
 inline int64_t task_outputs(int64_t outputs, int threads) {
-  if constexpr (std::is_same<Dot, ColumnDot>::value) {
+  if constexpr (BY_COLUMNS<Dot>) {
     const int64_t tasks = threads * ceil_div(outputs, threads * Dot::CHUNK);
     return ceil_div(at_least(ceil_div(outputs, tasks), LEAST_TASK_OUTPUTS), PANEL_OUTPUTS) * PANEL_OUTPUTS;
   }
@@ -216,22 +216,22 @@ void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
 }
 
 // For weights [in, out].
-template <class T>
-void sum_columns(const Input<ColumnDot>& input, const Chunk& chunk, float* sums) {
-  const int64_t stride = chunk.matrix->out_features, block = block_inputs<ColumnDot>();
+template <class Dot, class T>
+void sum_columns(const Input<Dot>& input, const Chunk& chunk, float* sums) {
+  const int64_t stride = chunk.matrix->out_features, block = block_inputs<Dot>();
   const T* weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n;
   for (int64_t b = 0; b < input.blocks(); ++b)
-    add_columns<T>(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
-                   {weight + b * block * stride, stride, input.count(b), chunk.outputs}, sums, ColumnDot::CHUNK);
+    add_columns<Dot, T>(input.row(b, chunk.first), input.stride, chunk.last - chunk.first,
+                        {weight + b * block * stride, stride, input.count(b), chunk.outputs}, sums, Dot::CHUNK);
 }
 
 template <class Dot, class T>
 void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t rows = chunk.last - chunk.first;
   std::memset(sums, 0, static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float));
-  if constexpr (STREAMS_ROW && !std::is_same<Dot, ColumnDot>::value)
+  if constexpr (STREAMS_ROW && !BY_COLUMNS<Dot>)
     if (rows == 1) return sum_stream<Dot, T>(input, chunk, sums);
-  if constexpr (std::is_same<Dot, ColumnDot>::value) sum_columns<T>(input, chunk, sums);
+  if constexpr (BY_COLUMNS<Dot>) sum_columns<Dot, T>(input, chunk, sums);
   else if (rows < PANEL_ROWS) sum_strips<Dot, T>(input, chunk, sums);
   else sum_panels<Dot, T>(input, chunk, sums);
 }
@@ -338,7 +338,7 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   int64_t chunks = 0;
   for (int32_t m = 0; m < count; ++m) chunks += chunks_of(m);
   // Rows are split over threads only if there are few chunks. Those of weights [in, out] are one for each thread.
-  const int64_t enough = std::is_same<Dot, ColumnDot>::value ? call.threads : 4 * call.threads;
+  const int64_t enough = BY_COLUMNS<Dot> ? call.threads : 4 * call.threads;
   const int64_t parts = chunks >= enough ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   // One row of vectors is a stream for each thread, in a region of its own as long as threads take tasks in turns.
@@ -435,11 +435,12 @@ void run(const Linear& linear, const LinearCall& call, [[maybe_unused]] const in
 
 void HFA_NAMESPACE::float_linear(const LinearCall& call) {
   const Linear& linear = *call.linear;
-  [[maybe_unused]] const bool both_bf16 = !linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16;
+  [[maybe_unused]] const bool both_bf16 = linear.format == BF16 && call.x_dtype == BF16;
 #if defined(HFA_TILES)
-  if (both_bf16 && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call, nullptr);
+  if (both_bf16 && !linear.by_inputs && call.rows >= call.tile_rows) return run<TileDot, Bf16>(linear, call, nullptr);
 #endif
 #if defined(HFA_BF16)
+  if (both_bf16 && linear.by_inputs) return run<PairColumnDot, Bf16>(linear, call, nullptr);
   if (both_bf16) return run<PairDot, Bf16>(linear, call, nullptr);
 #endif
   for_dtype(linear.format, [&](auto* null) {
@@ -453,11 +454,12 @@ void HFA_NAMESPACE::float_experts(const ExpertsCall& call) {
   const Linear& linear = *call.linear;
   const LinearCall all = {call.linear, call.x, call.x_stride, call.rows, call.out, call.out_stride, call.x_dtype,
                           call.out_dtype, call.threads, call.tile_rows};
-  [[maybe_unused]] const bool both_bf16 = !linear.by_inputs && linear.format == BF16 && call.x_dtype == BF16;
+  [[maybe_unused]] const bool both_bf16 = linear.format == BF16 && call.x_dtype == BF16;
 #if defined(HFA_TILES)
-  if (both_bf16 && call.rows >= call.tile_rows) return run_experts_by_tiles(linear, all, call.starts);
+  if (both_bf16 && !linear.by_inputs && call.rows >= call.tile_rows) return run_experts_by_tiles(linear, all, call.starts);
 #endif
 #if defined(HFA_BF16)
+  if (both_bf16 && linear.by_inputs) return run<PairColumnDot, Bf16>(linear, all, call.starts);
   if (both_bf16) return run<PairDot, Bf16>(linear, all, call.starts);
 #endif
   for_dtype(linear.format, [&](auto* null) {
