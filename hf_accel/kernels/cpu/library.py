@@ -179,7 +179,7 @@ def _select(library: Any) -> str:
         raise UnsupportedError(f"cpu kernels: HF_ACCEL_ISA={level!r}: {reason}; unset it, or build again")
     for lower in _below(level):
         if not library.hfa_select(lower.encode()):
-            _passed_over.append(f"not {level}: {reason} ({BUILD})")
+            _passed_over.append(f"not {level}: {reason}")
             return lower
     raise UnsupportedError(f"cpu kernels: the library was built for other CPUs ({reason}); on this one, run {BUILD}")
 

@@ -235,9 +235,11 @@ def test_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu_kernels, "refusal", lambda: None)
     monkeypatch.setattr(cpu_kernels, "isa", lambda: "avx2")
-    assert lines(hf_accel.plan(build("llama")), "cpu kernels") == [
-        {"topic": "cpu kernels", "what": "C++", "choice": "avx2", "reason": "1 thread"}
-    ]
+    for better, reason in ((None, "1 thread"), ("not amx: no", "1 thread; not amx: no")):
+        monkeypatch.setattr(cpu_kernels, "better_level", lambda better=better: better)
+        assert lines(hf_accel.plan(build("llama")), "cpu kernels") == [
+            {"topic": "cpu kernels", "what": "C++", "choice": "avx2", "reason": reason}
+        ]
     monkeypatch.setattr(cpu_kernels, "refusal", lambda: "cpu kernels: not built (no compiler)")
     (line,) = lines(hf_accel.plan(build("llama")), "cpu kernels")
     assert (line["choice"], line["reason"]) == ("not used", "not built (no compiler)")
