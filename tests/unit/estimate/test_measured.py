@@ -98,8 +98,8 @@ def latencies() -> list[Any]:
 def test_latency_under_a_load(row: dict[str, Any]) -> None:
     """24 requests of 73 and 16 tokens, with passes that take a whole prompt.
 
-    What is estimated is the mean of the seconds between two tokens. Few passes have a prompt, and so the median is that
-    of passes without one.
+    What is estimated is the mean of the seconds between two tokens. Few passes have a prompt, and so the median is
+    that of passes without one.
     """
     load = Load(row["useful_tokens_per_second"] / 16, 73, 16)
     here = workload("hf_accel int8"), machine("latency"), load

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import hf_accel
 from hf_accel.kernels import cpu as kernels
@@ -20,6 +20,10 @@ from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot
 
 HISTORY = prompts(1, 20)
+T5_SIZES = {
+    "vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
 
 
 def judge(model: PreTrainedModel, history: torch.Tensor = HISTORY, num_prompt: int = 12) -> tuple[Any, float, str]:
@@ -245,3 +249,17 @@ def test_quantized_layers_are_only_watched() -> None:
     reference = quantized_reference(model)
     judge(reference)
     assert not any(m._forward_pre_hooks for m in reference.modules() if isinstance(m, QuantLinear))
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize(("family", "halved"), [("llama", 0), ("t5", 1)])
+def test_what_encoders_keep_in_bfloat16_is_a_way_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, family: str, halved: int
+) -> None:
+    monkeypatch.setattr("hf_accel.fused.half_buffers.PAIRS_OF_BFLOAT16", (kernels.isa(),))
+    model = build("llama") if family == "llama" else T5ForConditionalGeneration(T5Config(**T5_SIZES)).eval()
+    reference, passes = quantized_reference(hf_accel.patch(model, weights="int8")), []
+    halves = module.halved_results
+    monkeypatch.setattr(module, "halved_results", lambda model: (passes.append(model), halves(model))[1])
+    rounding = judge(reference, HISTORY[:, :1] % 50, num_prompt=1)[1]
+    assert len(passes) == halved and rounding > 0
