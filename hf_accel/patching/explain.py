@@ -159,7 +159,7 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         yield Line("passes", "other calls", "module by module", why)
         if plan.config.weights is not None and keeps_halves(plan.model.dtype):
             why = "between quantized linears, where tokens see both sides; hidden states stay float32"
-            yield Line("passes", "inside native layers", "bfloat16", why)
+            yield Line("passes", "inside layers", "bfloat16", why)
     ahead = [site for site in native if site.state.leaves_padding]
     if ahead and (code := others_code(plan.model.modules())) is not None:
         yield Line("passes", "padding", "computed", f"{code} may read it")

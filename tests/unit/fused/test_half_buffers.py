@@ -162,4 +162,4 @@ def test_verify_knows_of_them() -> None:
 @pytest.mark.parametrize("weights", ["int8", None])
 def test_the_plan_says_so(weights: str | None) -> None:
     said = str(hf_accel.plan(MODELS["Bert"]().eval(), weights=weights))
-    assert ("inside native layers" in said) is (weights is not None)
+    assert ("inside layers" in said) is (weights is not None)
