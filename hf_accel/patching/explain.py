@@ -129,6 +129,10 @@ def _fused_lines(plan: Plan) -> Iterator[Line]:
         return
     for kind, count in Counter(site.kind for site in fused.sites if site.kind.choice).items():
         yield Line("fused", _counted(count, kind.modules), kind.choice, kind.known_by)
+    quantized = plan.config.weights is not None and keeps_halves(plan.model.dtype)
+    if quantized and any(site.kind == LAYER for site in fused.sites):
+        why = "between quantized linears, where tokens see both sides; hidden states stay float32"
+        yield Line("fused", "inside layers", "bfloat16", why)
     shared = Counter(site.state.joined for site in fused.sites if site.kind == JOINED)
     for joined, count in shared.items():
         named = "; ".join(what for kind, what in JOINS.items() if kind in joined)
@@ -157,9 +161,6 @@ def _pass_lines(plan: Plan) -> Iterator[Line]:
         known = ["a hook in a layer", *others, "or a mask that differs from query to query"]
         why = f"those with gradients, output_attentions, {', '.join(known)}"
         yield Line("passes", "other calls", "module by module", why)
-        if plan.config.weights is not None and keeps_halves(plan.model.dtype):
-            why = "between quantized linears, where tokens see both sides; hidden states stay float32"
-            yield Line("passes", "inside layers", "bfloat16", why)
     ahead = [site for site in native if site.state.leaves_padding]
     if ahead and (code := others_code(plan.model.modules())) is not None:
         yield Line("passes", "padding", "computed", f"{code} may read it")

@@ -21,19 +21,6 @@ from . import (
 from .library import better_level, isa, refusal, threads, using_isa, warn_of_refusal
 
 __all__ = [
-    "attention",
-    "better_level",
-    "delta_rule",
-    "float_linear",
-    "head_products",
-    "integer_linear",
-    "isa",
-    "layer_call",
-    "refusal",
-    "row_kernels",
-    "short_conv",
-    "state_scan",
-    "threads",
-    "using_isa",
-    "warn_of_refusal",
+    "attention", "better_level", "delta_rule", "float_linear", "head_products", "integer_linear", "isa", "layer_call",
+    "refusal", "row_kernels", "short_conv", "state_scan", "threads", "using_isa", "warn_of_refusal",
 ]  # fmt: skip

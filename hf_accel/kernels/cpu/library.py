@@ -172,6 +172,7 @@ def _library() -> ctypes.CDLL:
 def _select(library: Any) -> str:
     """Have the library take its best level that this CPU has, or the one that HF_ACCEL_ISA names; returns its name."""
     level = choose_isa(instruction_sets(), requested=os.environ.get("HF_ACCEL_ISA"))
+    _passed_over.clear()
     if not library.hfa_select(level.encode()):
         return level
     reason = library.hfa_error().decode()

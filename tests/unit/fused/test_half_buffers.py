@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, DebertaV2Config, DebertaV2Model, ModernBertConfig, ModernBertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    ModernBertConfig,
+    ModernBertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import hf_accel
 from hf_accel.fused import half_buffers as module
@@ -27,6 +36,9 @@ MODELS: dict[str, Any] = {
     "Bert": lambda: BertModel(BertConfig(**SIZES), add_pooling_layer=False),
     "ModernBert": lambda: ModernBertModel(
         ModernBertConfig(**SIZES, bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2)
+    ),
+    "T5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     ),
     "DebertaV2": lambda: DebertaV2Model(
         DebertaV2Config(**SIZES, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"])
@@ -160,6 +172,8 @@ def test_verify_knows_of_them() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", None])
-def test_the_plan_says_so(weights: str | None) -> None:
-    said = str(hf_accel.plan(MODELS["Bert"]().eval(), weights=weights))
-    assert ("inside layers" in said) is (weights is not None)
+@pytest.mark.parametrize("family", ["Bert", "T5", "llama"])
+def test_the_plan_says_so(weights: str | None, family: str) -> None:
+    """Of each model with such layers, also of one that writes text."""
+    said = str(hf_accel.plan(MODELS[family]().eval() if family in MODELS else build("llama"), weights=weights))
+    assert ("inside layers" in said) is (weights is not None and family != "llama")

@@ -126,8 +126,8 @@ struct Layer {
 
   Rotated rotated(const LayerOp& op, const Columns& x, const Columns& out, int64_t heads) const {
     const int64_t row = call.tokens / call.batch, dim = op.dim;
-    return {at(x, op.halves_in), at(out, op.halves_out), row * x.stride, head_stride(x, dim), x.stride, row * out.stride, head_stride(out, dim),
-            out.stride, heads};
+    return {at(x, op.halves_in), at(out, op.halves_out), row * x.stride, head_stride(x, dim), x.stride,
+            row * out.stride, head_stride(out, dim), out.stride, heads};
   }
 
   void rope(const LayerOp& op) const {

@@ -39,7 +39,7 @@ struct PairColumnDot {
     const I first = bits_of(load_as_n(w, n)), second = inputs > 1 ? bits_of(load_as_n(w + stride, n)) : iset1(0);
     return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(first, 16), second));
   }
-  static F dot(F sum, F w, F x) { return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x); }
+  static F dot(F sum, F w, F x) { return dot_pairs(sum, bits_of(w), bits_of(x)); }
 };
 template <class Dot>
 constexpr bool BY_COLUMNS = std::is_same<Dot, ColumnDot>::value || std::is_same<Dot, PairColumnDot>::value;
