@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import HfAccelError, UnsupportedError
-from ..patching.check import transformers_model
 from ..patching.patch import is_patched, stock_twin
-from ..undo.journal import original_class
 from ..undo.state import state_of
 from .certificate import Agreement, Certificate, EncoderCost, PassVerdict
 from .encoded import compare_vectors, encoder_batches, encoder_vectors, padding_id
@@ -60,11 +57,6 @@ def verify_encoder(
         compared = [v.batch for v in found if v.refused is None]
         cost = _cost(model, stock, [batches[name] for name in compared])
     return Certificate("the quantized reference", found, cost, no_cost, inputs=inputs, undo=undo)
-
-
-def unpatched_class(model: Any) -> Any:
-    """Return the class that a model has when it is not patched."""
-    return original_class(model)
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -203,9 +195,3 @@ def _same_bits(ours: Tensor | None, theirs: Tensor) -> bool:
         return False
     one, other = (values.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for values in (ours, theirs))
     return torch.equal(one, other)
-
-
-def loaded_encoder(model: PreTrainedModel, path: str | Path) -> ReferenceModel:
-    """Load the float model of the same class from a path."""
-    kind = unpatched_class(transformers_model(model))
-    return ReferenceModel(kind.from_pretrained(path, dtype=model.dtype).eval().to(model.device), str(path))

@@ -2,7 +2,7 @@
 
 The same history is computed in several ways that are equally valid:
 
-* in one pass, where every product has many rows;
+* in one pass, where every product has many rows; not with images or sound;
 * the prompt in one pass and the rest token by token over the cache, as generate does it: one row;
 * where activations, keys or values are rounded to integers: with the closest rounding decision of each row reversed. A
   change in the last bit of a float is enough for that, and what it sets off in later layers is far larger than that;
@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,12 +42,15 @@ from ..kernels.layouts import KV
 from ..linear import QuantModule
 from ..linear.backends.reference import Reference
 from ..models import experts_per_token
-from .passes import last_logits, new_cache
+from ..undo.journal import original_class
+from .passes import History, last_logits, logits_by_steps, new_cache
 from .references import WIDER, widened
 
 LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
 JITTERED_PASSES = 8  # of a mixture of experts
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least
+
+Logits = Callable[[PreTrainedModel, History, Mapping[str, Any]], Tensor]
 
 
 class ReferenceModel:
@@ -55,49 +59,62 @@ class ReferenceModel:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self.model, self.name = model, name
 
+    @classmethod
+    def loaded(cls, model: PreTrainedModel, path: str | Path) -> ReferenceModel:
+        """Load the float model of the same class as `model` from a path."""
+        found = original_class(model).from_pretrained(path, dtype=model.dtype).eval()
+        return cls(found.to(model.device), str(path))
+
     @functools.cached_property
     def arbiter(self) -> PreTrainedModel | None:
         """The reference in the next wider dtype, made when it is first needed; None where there is none."""
         return widened(self.model) if _affordable(self.model) else None
 
     @torch.no_grad()
-    def judge(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> tuple[Tensor, float, str]:
-        """Compute logits [V] after history [1, n] to take margins from, twice their error, and their dtype.
+    def judge(self, history: History, settings: Mapping[str, Any]) -> tuple[Tensor, float, str]:
+        """Compute logits [V] after a history to take margins from, twice their error, and their dtype.
 
-        num_prompt: tokens of the history that were the prompt. settings: keywords of generate().
+        settings: keywords of generate().
         """
-        ways = [last_logits(self.model, history, **settings)]
+        logits = logits_by_steps if self._sees(settings) else last_logits
+        ways = [logits(self.model, history, settings)]
         largest = float(ways[0].nan_to_num(0, 0, 0).abs().max())
-        if history.shape[1] > 1 and not getattr(self.model, "_is_stateful", False):
-            ways.append(self._step_by_step(history, num_prompt, settings))
-        flipped = self._flipped(history, settings)
+        start = self._start_of_steps(history, settings)
+        if logits is last_logits and start < history.ids.shape[1]:
+            ways.append(logits_by_steps(self.model, history, settings, start=start))
+        flipped = self._flipped(logits, history, settings)
         if flipped is not None:
             ways.append(flipped)
-        encodes = self.model.config.is_encoder_decoder or any(map(_is_float, settings.values()))  # images or sound
+        encodes = self.model.config.is_encoder_decoder or self._sees(settings)
         if encodes and may_keep_halves(self.model):
             with halved_results(self.model):
-                ways.append(last_logits(self.model, history, **settings))
+                ways.append(logits(self.model, history, settings))
         passes = JITTERED_PASSES if experts_per_token(self.model.config) else 1 if self.arbiter is None else 0
-        ways += [self._jittered(history, settings, seed) for seed in range(passes)]
+        ways += [self._jittered(logits, history, settings, seed) for seed in range(passes)]
         if self.arbiter is None:
             judged, dtype = ways[0], self.model.dtype
         else:
-            judged, dtype = last_logits(self.arbiter, history, **settings), self.arbiter.dtype
+            own, dtype = self.model.dtype, self.arbiter.dtype
+            media = {n: v.to(dtype) for n, v in settings.items() if _is_float(v) and v.dtype is own}
+            judged = logits(self.arbiter, history, dict(settings) | media)
             ways.append(judged)
         error = max(largest_difference(ways), torch.finfo(self.model.dtype).eps * largest)
         return judged, 2 * error, str(dtype).removeprefix("torch.")
 
-    def _step_by_step(self, history: Tensor, num_prompt: int, settings: Mapping[str, Any]) -> Tensor:
-        start = min(num_prompt, max(1, history.shape[1] - SINGLE_STEPS))
-        name = cache_name(self.model)
-        cache, ids = new_cache(self.model), history.to(self.model.device)
-        for part in (ids[:, :start], *ids[:, start:-1].split(1, dim=1)):
-            if part.shape[1]:
-                cache = self.model(input_ids=part, **{name: cache}, use_cache=True)[name]
-        return last_logits(self.model, history, **{cache_name(self.model): cache}, **settings)
+    def _start_of_steps(self, history: History, settings: Mapping[str, Any]) -> int:
+        """Return how many ids come in one pass: the prompt; of one that is ids alone, less if little was written."""
+        if self.model.config.is_encoder_decoder:
+            return history.num_prompt
+        return min(history.num_prompt, max(1, history.ids.shape[1] - SINGLE_STEPS))
 
-    def _flipped(self, history: Tensor, settings: Mapping[str, Any]) -> Tensor | None:
-        """Run one pass with the closest rounding decisions of integer activations, keys and values reversed; None
+    def _sees(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a decoder is given images or sound. One pass is then no way to compute a history: PaliGemma
+        attends to all of its prompt at each of its tokens, but not to what it writes.
+        """
+        return not self.model.config.is_encoder_decoder and any(map(_is_float, settings.values()))
+
+    def _flipped(self, logits: Logits, history: History, settings: Mapping[str, Any]) -> Tensor | None:
+        """Compute logits with the closest rounding decisions of integer activations, keys and values reversed; None
         without any.
         """
         cache = new_cache(self.model)
@@ -108,11 +125,11 @@ class ReferenceModel:
         elif not rounds_inputs(self.model):
             return None
         with flipped_inputs(self.model):
-            return last_logits(self.model, history, **{cache_name(self.model): cache}, **settings)
+            return logits(self.model, history, dict(settings) | {cache_name(self.model): cache})
 
-    def _jittered(self, history: Tensor, settings: Mapping[str, Any], seed: int) -> Tensor:
+    def _jittered(self, logits: Logits, history: History, settings: Mapping[str, Any], seed: int) -> Tensor:
         with jittered_products(self.model, seed):
-            return last_logits(self.model, history, **settings)
+            return logits(self.model, history, settings)
 
 
 def rounds_inputs(model: nn.Module) -> list[QuantModule]:

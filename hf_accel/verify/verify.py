@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import HfAccelError, UnsupportedError
@@ -24,8 +24,8 @@ from ..patching.patch import is_patched, stock_twin
 from ..undo.state import state_of
 from .certificate import Certificate, Cost, Verdict
 from .cost import measure_cost, text_windows
-from .encoder import loaded_encoder, verify_encoder
-from .passes import continuation, logits_of_the_run
+from .encoder import verify_encoder
+from .passes import continuation, logits_by_steps, started
 from .references import is_quantized, kv_config, quantized_reference
 from .rounding import ReferenceModel
 
@@ -59,12 +59,14 @@ def verify(
     given, that an unpatched copy is that model bit for bit.
 
     prompts: lists or 1-D tensors of token ids, or texts if a tokenizer is given; or one such prompt. For an encoder
-        also inputs as its forward takes them, by name; None, for an encoder alone, draws random ones.
+        also inputs as its forward takes them, by name; None, for an encoder alone, draws random ones. Of an
+        encoder-decoder the encoder reads them; where it reads images or sound, they are the decoder's.
     reference: the float model, or a path to load it from; None for an unpatched copy of this model, which shares
         what weights it has in memory.
     text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
         prompts with the float model's continuations.
-    generate: keywords for generate() of both models; speculative= and assistant_model= for the model alone.
+    generate: keywords for generate() of both models, such as images or sound; speculative= and assistant_model= for
+        the model alone.
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """
@@ -112,7 +114,7 @@ def _of_encoder(given: Any, prompts: Any, reference: Any, tokenizer: Any) -> Cer
 
 def _encoder_reference(model: PreTrainedModel, reference: Any) -> ReferenceModel:
     if isinstance(reference, str | Path):
-        return loaded_encoder(model, reference)
+        return ReferenceModel.loaded(model, reference)
     inner = transformers_model(reference)
     if inner is model:
         raise UnsupportedError(ITSELF)
@@ -139,19 +141,20 @@ class Run:
         return tuple(self._compare(reference, prompt) for prompt in bar)
 
     def _compare(self, reference: ReferenceModel, prompt: Tensor) -> Verdict:
-        expected = continuation(reference.model, prompt, self.max_new_tokens, self.common)
-        actual = continuation(self.model, prompt, self.max_new_tokens, self.settings)
+        start = started(reference.model, prompt, self.common)
+        expected = continuation(reference.model, start, self.max_new_tokens, self.common)
+        actual = continuation(self.model, start, self.max_new_tokens, self.settings)
         shared = min(len(expected), len(actual))
         differs = (expected[:shared] != actual[:shared]).nonzero()
         if not len(differs):
             return Verdict(identical=len(expected) == len(actual), tokens=shared)
         position = int(differs[0])
         pair = torch.stack([expected[position], actual[position]])
-        history = torch.cat([prompt[0], expected[:position]])[None]
-        theirs, rounding, arbiter = reference.judge(history, prompt.shape[1], self.common)
+        history = start.after(expected[:position])
+        theirs, rounding, arbiter = reference.judge(history, self.common)
         pair = pair.to(theirs.device)  # of the tokens, where the model is
         # without speculation, which does not give its logits out
-        ours = logits_of_the_run(self.model, history, prompt.shape[1], self.common)
+        ours = logits_by_steps(self.model, history, self.common)
         return Verdict(
             identical=False,
             tokens=position,
@@ -178,15 +181,15 @@ def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost 
     source = "the text given"
     if windows is None:
         source = "the prompts and how the float model goes on"
-        new = [continuation(given.model, prompt, run.max_new_tokens, run.common) for prompt in run.prompts]
-        windows = text_windows([torch.cat([p[0], n]) for p, n in zip(run.prompts, new, strict=True)])
+        starts = [started(given.model, prompt, run.common) for prompt in run.prompts]
+        ends = [start.after(continuation(given.model, start, run.max_new_tokens, run.common)) for start in starts]
+        windows = text_windows([end.read for end in ends])
     return measure_cost(run.model, given.model, windows, name=given.name, text=source), None
 
 
 def _float_reference(model: PreTrainedModel, reference: PreTrainedModel | str | Path | None) -> ReferenceModel:
     if isinstance(reference, str | Path):
-        loaded = AutoModelForCausalLM.from_pretrained(reference, dtype=model.dtype).eval()
-        return ReferenceModel(loaded.to(model.device), str(reference))
+        return ReferenceModel.loaded(model, reference)
     if reference is not None:
         return ReferenceModel(reference, f"the given {type(reference).__name__}")
     if not is_patched(model):

@@ -12,9 +12,11 @@ from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.linear.activations import round_groups
 from hf_accel.verify import rounding as module
+from hf_accel.verify.passes import History, started
 from hf_accel.verify.references import quantized_reference
 from hf_accel.verify.rounding import Jitter, ReferenceModel, flip_nearest, largest_difference
 
+from ...devices import multiply_pairs
 from ...parity import test_chunks
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.snapshot import snapshot
@@ -27,7 +29,7 @@ T5_SIZES = {
 
 
 def judge(model: PreTrainedModel, history: torch.Tensor = HISTORY, num_prompt: int = 12) -> tuple[Any, float, str]:
-    return ReferenceModel(model, "r").judge(history, num_prompt, {})
+    return ReferenceModel(model, "r").judge(History(history, num_prompt), {})
 
 
 @pytest.fixture
@@ -256,10 +258,10 @@ def test_quantized_layers_are_only_watched() -> None:
 def test_what_encoders_keep_in_bfloat16_is_a_way_of_its_own(
     monkeypatch: pytest.MonkeyPatch, family: str, halved: int
 ) -> None:
-    monkeypatch.setattr("hf_accel.fused.half_buffers.PAIRS_OF_BFLOAT16", (kernels.isa(),))
+    multiply_pairs(monkeypatch, does=True)
     model = build("llama") if family == "llama" else T5ForConditionalGeneration(T5Config(**T5_SIZES)).eval()
     reference, passes = quantized_reference(hf_accel.patch(model, weights="int8")), []
     halves = module.halved_results
     monkeypatch.setattr(module, "halved_results", lambda model: (passes.append(model), halves(model))[1])
-    rounding = judge(reference, HISTORY[:, :1] % 50, num_prompt=1)[1]
+    rounding = ReferenceModel(reference, "r").judge(started(reference, HISTORY % 50, {}), {})[1]
     assert len(passes) == halved and rounding > 0

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, Pr
 import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
-from hf_accel.verify import passes
 from hf_accel.verify import verify as function
 
 from ...parity.families import FAMILIES, build, prompts
@@ -330,9 +329,9 @@ def test_speculation_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     generate = CALLS.continuation  # type: ignore[union-attr]
 
-    def watched(model: Any, prompt: Any, num_new: int, settings: dict[str, Any]) -> Any:
+    def watched(model: Any, history: Any, num_new: int, settings: dict[str, Any]) -> Any:
         used.append((hf_accel.is_patched(model), sorted(settings)))
-        return generate(model, prompt, num_new, settings)
+        return generate(model, history, num_new, settings)
 
     monkeypatch.setattr(CALLS, "continuation", watched)
     model = hf_accel.patch(build("llama"), weights=None)
@@ -354,8 +353,8 @@ def test_a_token_that_should_not_have_been_accepted(monkeypatch: pytest.MonkeyPa
     """The logits are sound, and still the token is wrong."""
     generate = CALLS.continuation  # type: ignore[union-attr]
 
-    def wrong(model: Any, prompt: Any, num_new: int, settings: dict[str, Any]) -> Any:
-        tokens = generate(model, prompt, num_new, settings)
+    def wrong(model: Any, history: Any, num_new: int, settings: dict[str, Any]) -> Any:
+        tokens = generate(model, history, num_new, settings)
         tokens[2] += hf_accel.is_patched(model)
         return tokens
 
@@ -442,13 +441,3 @@ def test_a_path_that_leads_nowhere_is_found_out_first(tmp_path: Path, monkeypatc
     model = hf_accel.patch(build("llama"), weights="int8")
     with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
         hf_accel.verify(model, PROMPTS, reference=tmp_path, max_new_tokens=1)
-
-
-@pytest.mark.filterwarnings("error::hf_accel.HfAccelWarning")
-def test_scores_that_verify_asks_for_are_no_warning() -> None:
-    """With drafts they go to transformers' own loop, and the user hears of it only in a call of their own."""
-    model, history = hf_accel.patch(build("llama"), weights=None, speculative="suffix"), prompts(1, 6)
-    passes.last_logits(model, history)
-    passes.logits_of_the_run(model, history, 3, {})
-    with pytest.warns(hf_accel.HfAccelWarning, match="output_scores=True"):
-        model.generate(history, max_new_tokens=1, **passes.SCORES)
