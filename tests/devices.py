@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 
 from hf_accel.attention.hf import forward
+from hf_accel.hardware import ISA_LEVELS
 from hf_accel.kernels import cpu, triton
+from hf_accel.kernels.cpu import library
 from hf_accel.linear import layer, nf4
 from hf_accel.linear.backends.registry import choose
 from hf_accel.patching import weight_sites
@@ -28,6 +31,12 @@ def device_of(backend: object) -> str:
     if name == "triton":
         return triton_device()
     return "cuda" if name in ("flash_attn", "varlen") or getattr(backend, "device_type", None) == "cuda" else "cpu"
+
+
+def multiply_pairs(monkeypatch: pytest.MonkeyPatch, *, does: bool) -> None:
+    """Have the level in use be one that multiplies pairs of bfloat16, or not. Kernels take bfloat16 on all."""
+    level = replace(library.level_in_use(), pairs_of_bfloat16=does)
+    monkeypatch.setitem(ISA_LEVELS, library.isa(), level)
 
 
 def without_native_kernels(monkeypatch: pytest.MonkeyPatch, why: str) -> None:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from hf_accel.cli.measurement import BASELINE
-from hf_accel.hardware import ISA_LEVELS, detect
+from hf_accel.hardware import detect, possible_levels
 from hf_accel.kernels import cpu as kernels
 
 from ..harness.bench import Bench
@@ -35,8 +35,8 @@ def levels() -> list[str]:
     """Those that this CPU can be held back to; none without kernels to hold back."""
     if kernels.refusal() is not None:
         return []
-    features = set(detect().instruction_sets)
-    return [level for level in HELD_BACK if ISA_LEVELS[level] <= features]
+    possible = possible_levels(frozenset(detect().instruction_sets))
+    return [level for level in HELD_BACK if level in possible]
 
 
 def table(bench: Bench, level: str) -> Table:

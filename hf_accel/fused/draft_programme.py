@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..cache.storage import KVStorage
 from ..errors import HfAccelError
+from ..hardware import UNLIMITED
 from ..kernels.cpu.draws import LIKELIEST_DRAWS, Draws
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, Columns, LayerOp, Parts, layer_calls, pack_parts, run_draft
@@ -24,7 +25,7 @@ from ..recognition.unchanged import HOOKS, Read, Reads
 from ..tensors import is_plain_tensor
 from .layer_programme import LayerProgramme
 from .norms import norm_form
-from .projections import UNLIMITED, make_call
+from .projections import make_call
 from .state_rows import StateRows
 
 FUSED_ROW = 2  # the buffer of what `fuse` reads: the norms of an embedding and of a state, side by side

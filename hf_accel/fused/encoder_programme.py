@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..hardware import UNLIMITED
 from ..kernels.cpu.attention import EVERY_KEY, bias_fields, middle
 from ..kernels.cpu.layer_call import pack_parts
 from ..kernels.cpu.library import DTYPES, dtypes_of_pages, threads
@@ -32,7 +33,6 @@ from .modules import RotaryForm
 from .native_operation import HeldRows
 from .operations import NATIVE, refuse_over_rows
 from .partial_rotation import rotation_over_rows
-from .projections import UNLIMITED
 from .traced_layer import Attention
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.cpu.layer_call import KINDS, LayerOp
-from ..kernels.cpu.library import isa, refusal
+from ..kernels.cpu.library import level_in_use, refusal
 from ..recognition.operation import OUTPUT
 
-PAIRS_OF_BFLOAT16 = ("amx", "avx512_vnni_bf16", "avx512_bf16_tiles")  # the instruction sets that multiply these
 PRODUCT, FLOAT_PRODUCT = KINDS["integer_linear"], KINDS["float_linear"]
 # Of these, what they write and all that they read is of one dtype.
 OF_ONE_DTYPE = {
@@ -27,7 +26,7 @@ PLACES = ("x", "y", "z", "out", "out2")
 
 def keeps_halves(dtype: torch.dtype) -> bool:
     """Return whether layers of this dtype and quantized weights may keep results in bfloat16 on this CPU."""
-    return dtype is torch.float32 and refusal() is None and isa() in PAIRS_OF_BFLOAT16
+    return dtype is torch.float32 and refusal() is None and level_in_use().pairs_of_bfloat16
 
 
 def half_buffers(operations: Sequence[LayerOp], dtype: torch.dtype) -> set[int]:

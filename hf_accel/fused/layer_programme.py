@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..cache.kinds.states import StateStep
 from ..cache.step import GroupStep
+from ..hardware import UNLIMITED
 from ..kernels.cpu.layer_call import KINDS, NO_PARTS, Columns, LayerOp, Parts, pack_parts, run_layer
 from ..kernels.cpu.library import DTYPES, page_dtype, threads
 from ..kernels.cpu.low_rank import Adapters, PartTable
@@ -24,7 +25,7 @@ from .half_buffers import half_buffers
 from .layer_tail import LayerTail, split
 from .native_operation import NativeParts
 from .operations import NATIVE
-from .projections import UNLIMITED, make_call
+from .projections import make_call
 from .state_operations import STATE_OPERATIONS
 from .sum_operations import SUM_OPERATIONS
 from .traced_layer import Attention, TracedLayer

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..hardware import UNLIMITED
 from ..kernels.cpu.attention import EVERY_KEY, GatedBias, attend, write_pages
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.layer_call import KINDS, NOWHERE
@@ -31,7 +32,7 @@ from .modules import HALF_TABLES, RotaryForm, form_of_rotation
 from .native_operation import HeldRows, ModuleOperation, NativeOperation, NativeParts, Planned, sinks_of
 from .norms import NormForm, norm_form, weight_of
 from .partial_rotation import leaves_rest, rotation_over_rows
-from .projections import UNLIMITED, NativeConv1D, NativeLinear, make_call, matrix
+from .projections import NativeConv1D, NativeLinear, make_call, matrix
 from .row_operations import ROW_OPERATIONS
 from .state_operations import STATE_OPERATIONS
 from .sum_operations import SUM_OPERATIONS, vector_address

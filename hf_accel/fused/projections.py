@@ -11,34 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..hardware import UNLIMITED
 from ..kernels.cpu.float_linear import FloatLinear
 from ..kernels.cpu.integer_linear import IntegerLinear
-from ..kernels.cpu.library import FLOATS, isa, native, refusal
+from ..kernels.cpu.library import FLOATS, level_in_use, native, refusal
 from ..linear import QuantLinear
 from ..linear.backends.cpu import Cpu, CpuWeight
 from ..recognition.unchanged import is_derived, is_replaced, is_unobserved
 from ..tensors import has_instructions, is_plain_tensor
 from ..undo.journal import Mixin
 from ..undo.state import FUSED
-
-# Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place, where
-# that has not been measured on this CPU (measured_rows.py). As `python -m benchmarks.run float_rows` found.
-FLOAT_ROWS = {torch.bfloat16: 16, torch.float16: 128, torch.float32: 128}
-UNLIMITED = 2**62
-ROWS_OF_LEVELS = {  # another number on these instruction sets
-    (torch.bfloat16, "avx512_vnni_bf16"): 64,
-    (torch.float32, "avx512_vnni_bf16"): 256,
-    (torch.bfloat16, "amx"): UNLIMITED,
-}
-# The most rows that weights [in, out] are multiplied by in place, where that has not been measured. Where bfloat16 is
-# converted, torch is faster with many rows of it (an EPYC with AVX-512: ours is 1.3 times as fast with 2 rows of each
-# expert, 0.9 times with 8). In float32 it is the number of other weights.
-ROWS_BY_INPUTS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 128}
-ROWS_BY_INPUTS_OF_LEVELS = {(torch.bfloat16, "avx512_vnni_bf16"): 64}  # where pairs of it are multiplied
-
-# Instruction sets on which torch may not multiply bfloat16; ours is faster then with any number of rows (512 in
-# benchmarks/results/amd-epyc-zen-3-avx2/prefill.json). For float16, torch may lack instructions on all of them.
-SLOW_BFLOAT16 = ("avx2", "avx_vnni")
 
 NativeCall = IntegerLinear | FloatLinear
 
@@ -49,10 +31,7 @@ def native_rows(dtype: torch.dtype, *, by_inputs: bool = False) -> int:
     """
     if is_slow_in_torch(dtype):
         return UNLIMITED
-    rows = ROWS_OF_LEVELS.get((dtype, isa()), FLOAT_ROWS.get(dtype, 0))
-    if not by_inputs:
-        return rows
-    return min(rows, ROWS_BY_INPUTS_OF_LEVELS.get((dtype, isa()), ROWS_BY_INPUTS.get(dtype, 0)))
+    return level_in_use().most_rows(dtype, by_inputs=by_inputs)
 
 
 def is_bare_linear(layer: nn.Module) -> bool:
@@ -210,7 +189,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def is_slow_in_torch(dtype: torch.dtype) -> bool:
     """Return whether torch has no instructions for products of this dtype on this CPU."""
-    return dtype in HALVES and not has_instructions(dtype) and (dtype is torch.float16 or isa() in SLOW_BFLOAT16)
+    if dtype not in HALVES or has_instructions(dtype):
+        return False
+    return dtype is torch.float16 or level_in_use().slow_bfloat16_in_torch
 
 
 class PatchProduct(Mixin):

@@ -3,9 +3,11 @@
 Nothing is measured at import.
 """
 
-from .device import ISA_LEVELS, Hardware, bandwidth_here, detect, float_peak, read_bandwidth, trim
+from .device import Hardware, bandwidth_here, detect, float_peak, read_bandwidth, trim
 from .file_pages import release
+from .isa_levels import ISA_LEVELS, UNLIMITED, possible_levels
 
 __all__ = [
-    "ISA_LEVELS", "Hardware", "bandwidth_here", "detect", "float_peak", "read_bandwidth", "release", "trim",
+    "ISA_LEVELS", "UNLIMITED", "Hardware", "bandwidth_here", "detect", "float_peak", "possible_levels",
+    "read_bandwidth", "release", "trim",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .isa_levels import ISA_LEVELS, choose_isa
 from .large_pages import in_large_pages
 
 ROOT = Path("/")
@@ -86,40 +87,6 @@ def detect(device: torch.device | str = "cpu") -> Hardware:
 
 # -- the CPU -----------------------------------------------------------------------------------------
 
-AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
-
-# Best first. The features' names are those of torch.cpu.get_capabilities. The last two are for tests alone: they
-# have the kernels of "amx", and plain loops in place of its tiles; without AVX-512 only those of linear layers.
-ISA_LEVELS: dict[str, frozenset[str]] = {
-    "amx": AVX512 | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
-    "avx512_vnni_bf16": AVX512 | {"avx512_bf16"},
-    "avx512_vnni": AVX512,
-    "avx_vnni": frozenset({"avx2", "fma3", "avx_vnni"}),
-    "avx2": frozenset({"avx2", "fma3"}),
-    "neon_i8mm": frozenset({"neon", "dot", "i8mm"}),
-    "neon_dotprod": frozenset({"neon", "dot"}),
-    "neon": frozenset({"neon"}),
-    "portable": frozenset(),
-    "avx2_tiles": frozenset({"avx2", "fma3"}),
-    "avx512_bf16_tiles": AVX512 | {"avx512_bf16"},
-}
-
-
-def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
-    """Return the best level of ISA_LEVELS that `features` allow, or the `requested` one.
-
-    Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
-    """
-    possible = [level for level, needed in ISA_LEVELS.items() if needed <= features]
-    if not requested:
-        return possible[0]
-    if requested not in ISA_LEVELS:
-        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not known; choose one of {', '.join(ISA_LEVELS)}")
-    if requested not in possible:
-        raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not in this CPU; choose one of {', '.join(possible)}")
-    return requested
-
-
 # Linux's names of them on 64-bit ARM.
 LINUX_NAMES = {"asimd": "neon", "asimddp": "dot", "i8mm": "i8mm"}
 
@@ -136,8 +103,9 @@ def instruction_sets(root: Path = ROOT) -> frozenset[str]:
         return features
     if platform.machine().lower() in ("aarch64", "arm64"):
         listed = set((content_of(root / "proc/cpuinfo") or "").split())
-        return ISA_LEVELS["neon"] | {name for linux, name in LINUX_NAMES.items() if linux in listed}
-    return ISA_LEVELS["avx2" if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") else "portable"]
+        return ISA_LEVELS["neon"].needs | {name for linux, name in LINUX_NAMES.items() if linux in listed}
+    has_avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return ISA_LEVELS["avx2" if has_avx2 else "portable"].needs
 
 
 @lru_cache

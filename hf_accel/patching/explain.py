@@ -10,10 +10,10 @@ from ..distill.model_loss import learns_by_rows
 from ..fused.half_buffers import keeps_halves
 from ..fused.hf.encoder_sites import LAYER, STACK
 from ..fused.hf.sites import JOINED, JOINS
-from ..fused.projections import UNLIMITED
 from ..generation import graphs
 from ..generation.hf.graphed_runner import OPERATORS_ON_HOST
 from ..generation.hf.users_code import code_in_passes
+from ..hardware import UNLIMITED
 from ..kernels import cpu as cpu_kernels
 from ..linear import QuantModule
 from ..parallel.tensor import TensorParallel

@@ -14,10 +14,10 @@ from transformers.pytorch_utils import Conv1D
 from ..attention import AttentionBackend
 from ..config import PatchConfig
 from ..fused.hf.sites import FEW_EXPERTS
-from ..fused.projections import UNLIMITED
 from ..fused.site import Dropped, FusedSite
 from ..generation.agreement import ALONE, ProcessAgreement
 from ..generation.hf.generation_state import STOCK_FORM, DecoderForm
+from ..hardware import UNLIMITED
 from ..linear import QuantLinear, QuantModule
 from ..models import experts_per_token
 from ..parallel.context import ContextParallel

@@ -23,10 +23,9 @@ from ..fused.kept_states import Keepers, Recorded
 from ..fused.measured_rows import rows_here
 from ..fused.modules import has_library
 from ..fused.modules import refusal as refuses_operators
-from ..fused.projections import UNLIMITED
 from ..fused.site import Dropped
 from ..generation.hf.drafting import refuse_drafts
-from ..hardware import bandwidth_here
+from ..hardware import UNLIMITED, bandwidth_here
 from ..kernels import triton
 from ..kernels.cpu.library import FLOATS
 from ..linear import ExpertWeights, QuantModule, Workers

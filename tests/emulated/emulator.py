@@ -247,7 +247,7 @@ def install(commands: dict[str, list[str]], *, has_own_exp: bool) -> Emulated:
     has_own_exp: whether its kernels call the exp and log of another C library than this machine's.
     """
     emulated = Emulated(library._library(), commands, has_own_exp=has_own_exp)
-    features = dict.fromkeys(device.ISA_LEVELS[emulated.level], True)
+    features = dict.fromkeys(device.ISA_LEVELS[emulated.level].needs, True)
     torch.cpu.get_capabilities = lambda: features  # type: ignore[assignment]
     if is_arm(emulated.level):
         platform.machine = lambda: "aarch64"

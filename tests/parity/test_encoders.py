@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import hf_accel
-from hf_accel.fused import encoder_rows, projections
+from hf_accel.fused import encoder_rows
 from hf_accel.fused.encoder_programme import EncoderProgramme
 from hf_accel.fused.hf.encoder_calls import MOST_KINDS, EncoderCalls, EncoderLayerCalls
 from hf_accel.fused.operations import ProductOperation
+from hf_accel.hardware.isa_levels import ISA_LEVELS, Level
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.build import levels_for
 from hf_accel.recognition.trace import Trace
@@ -253,7 +254,7 @@ def test_long_batches_are_cut_between_sequences(most: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm", "MobileBert"])
 @torch.no_grad()
 def test_many_rows_of_float_weights_are_torchs_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projections, "ROWS_OF_LEVELS", {})
+    monkeypatch.setitem(ISA_LEVELS, kernels.isa(), Level(frozenset()))
     stock, ours = build(family), hf_accel.patch(build(family), weights=None)
     for given in (batch([60, 50, 40, 3]), batch([64, 64, 64])):
         with counted() as calls:
@@ -268,7 +269,7 @@ def test_results_are_let_go_when_nothing_reads_them_again(
     family: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each later one would else take memory that no cache holds: MobileBERT's layers have 40 small results."""
-    monkeypatch.setattr(projections, "ROWS_OF_LEVELS", {})
+    monkeypatch.setitem(ISA_LEVELS, kernels.isa(), Level(frozenset()))
     ours, held, counts = hf_accel.patch(build(family), weights=None), list[Any](), list[int]()
     compute = ProductOperation.compute
 

@@ -12,6 +12,7 @@ from ...attention.expansion import Expansion, KnownExpansion
 from ...attention.hf.latents import is_known_expansion
 from ...cache.hf import PAGED_HANDLE, PagedKV
 from ...errors import UnsupportedError
+from ...hardware import UNLIMITED
 from ...kernels.layouts import Ragged
 from ...linear import QuantLinear
 from ...linear.formats import Int8Weight
@@ -19,7 +20,7 @@ from ...recognition.expanded_keys import EXPANSION
 from ...recognition.unchanged import is_unobserved
 from ...undo.journal import Mixin, original_class
 from ...undo.state import FUSED
-from ..projections import UNLIMITED, ProjectionCall
+from ..projections import ProjectionCall
 from ..site import FusedSite, SiteKind
 
 COMPRESSED = SiteKind("compressed", "attention modules", "compressed keys in pages")

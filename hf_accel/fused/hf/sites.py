@@ -15,6 +15,7 @@ from ...attention.hf import ATTENTION_NAME
 from ...attention.hf.latents import is_known_expansion
 from ...cache.hf.cache_argument import CACHE_NAME
 from ...cache.hf.encoder_decoder import RaggedEncoderDecoderCache
+from ...hardware import UNLIMITED
 from ...kernels.cpu.library import FLOATS
 from ...linear.experts import holds_experts, is_mixture
 from ...linear.gates import tried_gate
@@ -52,7 +53,6 @@ from ..native_operation import Planned
 from ..norms import NativeNorm, NormForms, norm_form
 from ..operations import refuse_without_kernel
 from ..projections import (
-    UNLIMITED,
     NativeConv1D,
     NativeLinear,
     NativePointwise,

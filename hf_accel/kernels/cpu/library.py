@@ -22,7 +22,8 @@ import torch  # before the library is loaded, because the kernels share the thre
 from torch import Tensor
 
 from ...errors import HfAccelError, HfAccelWarning, UnsupportedError
-from ...hardware.device import ISA_LEVELS, choose_isa, instruction_sets, usable_cores
+from ...hardware.device import instruction_sets, usable_cores
+from ...hardware.isa_levels import ISA_LEVELS, Level, choose_isa, possible_levels
 from ...tensors import PLAIN, default_is_host, is_recorded
 from .build import HERE, LIBRARY, REASON
 from .openmp import INTERFACES, share_threads
@@ -213,7 +214,7 @@ def _below(level: str) -> list[str]:
 
 
 def _possible() -> list[str]:
-    return [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+    return possible_levels(instruction_sets())
 
 
 def isa() -> str:
@@ -221,6 +222,11 @@ def isa() -> str:
     overrides the choice."""
     _library()
     return _selected[-1]
+
+
+def level_in_use() -> Level:
+    """Return what the level in use has."""
+    return ISA_LEVELS[isa()]
 
 
 def better_level() -> str | None:

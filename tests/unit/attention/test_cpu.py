@@ -15,7 +15,8 @@ from hf_accel.attention import CpuBackend, ReferenceBackend
 from hf_accel.attention.contract import AttentionSpec
 from hf_accel.cache.quantized import INT4, QUANTIZED, PageDtypes
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
+from hf_accel.hardware import possible_levels
+from hf_accel.hardware.device import instruction_sets
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.layouts import KV, AttentionOptions, Ragged
 
@@ -24,7 +25,7 @@ from .oracle import assert_close
 from .paging import SCALE, Case, make_case
 
 BACKEND = CpuBackend()
-LEVELS = [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+LEVELS = possible_levels(instruction_sets())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = [None, torch.int8, torch.float8_e4m3fn, INT4, QUANTIZED["int8-int4"]]
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,14 @@ from torch import Tensor
 from hf_accel.cache.quantized import INT4, QUANTIZED, PageDtypes, rotate
 from hf_accel.cache.storage import KVStorage
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.device import ISA_LEVELS, instruction_sets
+from hf_accel.hardware import possible_levels
+from hf_accel.hardware.device import instruction_sets
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels import triton
 
 from ...devices import triton_device
 
-LEVELS = [level for level, needed in ISA_LEVELS.items() if needed <= instruction_sets()]
+LEVELS = possible_levels(instruction_sets())
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 pytestmark = pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))

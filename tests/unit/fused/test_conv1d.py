@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_accel
 from hf_accel.fused.hf.sites import native_linears
-from hf_accel.fused.projections import UNLIMITED, NativeConv1D, ProjectionCall
+from hf_accel.fused.projections import NativeConv1D, ProjectionCall
+from hf_accel.hardware import UNLIMITED
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 import hf_accel
-from hf_accel.fused import half_buffers as module
 from hf_accel.fused import layer_programme
 from hf_accel.fused.half_buffers import half_buffers
-from hf_accel.kernels.cpu import library, refusal
+from hf_accel.kernels.cpu import refusal
 from hf_accel.kernels.cpu.layer_call import KINDS, Columns, LayerOp
 
+from ...devices import multiply_pairs
 from ...parity.families import build
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"no CPU kernels: {refusal()}")
@@ -49,7 +49,7 @@ MODELS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels take bfloat16 on each; where it does not pay it is not chosen."""
-    monkeypatch.setattr(module, "PAIRS_OF_BFLOAT16", (library.isa(),))
+    multiply_pairs(monkeypatch, does=True)
 
 
 def op(kind: str, **places: int) -> LayerOp:
@@ -108,7 +108,7 @@ def test_halves_are_as_they_were(dtype: torch.dtype) -> None:
 
 def test_none_beside_float_weights_nor_on_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert half_buffers([*layer(), op("float_linear", x=7, out=1)], torch.float32) == set()
-    monkeypatch.setattr(module, "PAIRS_OF_BFLOAT16", ())
+    multiply_pairs(monkeypatch, does=False)
     assert half_buffers(layer(), torch.float32) == set()
 
 
@@ -134,7 +134,7 @@ def test_models_are_about_as_close_to_stock(monkeypatch: pytest.MonkeyPatch, fam
     counted = Counted(monkeypatch)
     found = ours(input_ids=ids)[0]
     assert counted.halves == [halves] * 3
-    monkeypatch.setattr(module, "PAIRS_OF_BFLOAT16", ())
+    multiply_pairs(monkeypatch, does=False)
     floats = hf_accel.patch(stock)(input_ids=ids)[0]
     assert not torch.equal(found, floats)
     assert (found - expected).norm() < 1.1 * (floats - expected).norm()

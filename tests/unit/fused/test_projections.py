@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_accel.fused import projections
-from hf_accel.fused.projections import UNLIMITED, NativeLinear, ProjectionCall, is_bare_linear
+from hf_accel.fused.projections import NativeLinear, ProjectionCall, is_bare_linear
+from hf_accel.hardware import ISA_LEVELS, UNLIMITED
 from hf_accel.kernels import cpu as kernels
 from hf_accel.undo.journal import mixed_class
 from hf_accel.undo.state import FUSED
@@ -55,7 +56,7 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
 def test_half_precision_stays_native_where_torch_is_slow(
     level: str, in_torch: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projections, "isa", lambda: level)
+    monkeypatch.setattr(projections, "level_in_use", lambda: ISA_LEVELS[level])
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: in_torch)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_accel.cache.kinds.states import StateStep
 from hf_accel.fused.layer_tail import kept_of, split
-from hf_accel.fused.projections import UNLIMITED, NativeLinear, ProjectionCall
+from hf_accel.fused.projections import NativeLinear, ProjectionCall
+from hf_accel.hardware import UNLIMITED
 from hf_accel.kernels import cpu
 from hf_accel.kernels.layouts import KV
 from hf_accel.recognition.operation import INPUT, OUTPUT, Operation, Span, UntraceableError

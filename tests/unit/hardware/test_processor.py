@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import cpu_model, device
+from hf_accel.hardware import cpu_model, device, isa_levels
 
 AVX2 = frozenset({"avx2", "fma3", "sse4_2"})
 AVX_VNNI = AVX2 | {"avx_vnni"}
@@ -33,13 +33,13 @@ AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
     ],
 )
 def test_the_best_level_is_chosen(features, level):
-    assert device.choose_isa(features) == level
-    assert device.choose_isa(features, requested="") == level
+    assert isa_levels.choose_isa(features) == level
+    assert isa_levels.choose_isa(features, requested="") == level
 
 
 @pytest.mark.parametrize("requested", ["avx_vnni", "avx2", "portable"])
 def test_a_lower_level_may_be_requested(requested):
-    assert device.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
+    assert isa_levels.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_lower_level_may_be_requested(requested):
     [
         (
             "sse9",
-            f"HF_ACCEL_ISA='sse9' is not known; choose one of {', '.join(device.ISA_LEVELS)}",
+            f"HF_ACCEL_ISA='sse9' is not known; choose one of {', '.join(isa_levels.ISA_LEVELS)}",
         ),
         ("avx_vnni", "HF_ACCEL_ISA='avx_vnni' is not in this CPU; choose one of avx2, portable, avx2_tiles"),
     ],
 )
 def test_a_level_that_cannot_run_is_an_error(requested, message):
     with pytest.raises(UnsupportedError) as error:
-        device.choose_isa(AVX2, requested=requested)
+        isa_levels.choose_isa(AVX2, requested=requested)
     assert str(error.value) == message
 
 
@@ -64,7 +64,7 @@ def test_a_level_that_cannot_run_is_an_error(requested, message):
 def test_without_a_list_of_features_torchs_own_level_counts(monkeypatch, capability, level):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert device.choose_isa(device.instruction_sets.__wrapped__()) == level
+    assert isa_levels.choose_isa(device.instruction_sets.__wrapped__()) == level
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_without_a_list_of_features_arm_has_neon_and_what_linux_lists(
     monkeypatch.setattr(device.platform, "machine", lambda: machine)
     cpuinfo = f"processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: {features}\nCPU implementer\t: 0x41"
     root = make_root({} if features is None else {"proc/cpuinfo": cpuinfo})
-    assert device.choose_isa(device.instruction_sets.__wrapped__(root)) == level
+    assert isa_levels.choose_isa(device.instruction_sets.__wrapped__(root)) == level
 
 
 def test_features_are_the_true_ones(monkeypatch):

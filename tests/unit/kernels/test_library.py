@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware.device import ISA_LEVELS
+from hf_accel.hardware import ISA_LEVELS
 from hf_accel.kernels.cpu import build, isa, library, refusal
 from hf_accel.kernels.cpu.float_linear import FloatLinear
 from hf_accel.kernels.cpu.row_kernels import topk

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_accel.errors import UnsupportedError
-from hf_accel.hardware import device
-from hf_accel.hardware.device import ISA_LEVELS
+from hf_accel.hardware import ISA_LEVELS
+from hf_accel.hardware.isa_levels import choose_isa
 from hf_accel.kernels.cpu import isa, library, refusal, using_isa
 from hf_accel.kernels.cpu.attention import attend
 from hf_accel.kernels.cpu.float_linear import FloatExperts, FloatLinear
@@ -186,10 +186,10 @@ def test_what_is_not_finite_stays_in_its_row(bits: int) -> None:
 
 def test_the_stand_in_is_never_chosen_by_itself() -> None:
     features: frozenset[str] = frozenset()
-    for needed in ISA_LEVELS.values():
-        features |= needed
-        assert device.choose_isa(features) not in STAND_INS
-    assert device.choose_isa(features) == "amx"
+    for level in ISA_LEVELS.values():
+        features |= level.needs
+        assert choose_isa(features) not in STAND_INS
+    assert choose_isa(features) == "amx"
 
 
 @pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
@@ -211,7 +211,7 @@ def test_a_system_without_permission_for_tiles(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(library.ctypes, "CDLL", Refuses)
     monkeypatch.setattr(library, "_selected", [])
-    monkeypatch.setattr(library, "instruction_sets", lambda: ISA_LEVELS["amx"])
+    monkeypatch.setattr(library, "instruction_sets", lambda: ISA_LEVELS["amx"].needs)
     monkeypatch.delenv("HF_ACCEL_ISA", raising=False)
     library._library.__wrapped__()
     assert library._selected == ["avx512_vnni_bf16"]
