@@ -85,13 +85,15 @@ def measured(dtype: torch.dtype, place: str, name: str, *, by_inputs: bool) -> d
 
 
 def most_rows(ratios: dict[str, float]) -> int:
-    """Return the most rows up to which no ratio is below LEAST_RATIO, at least FEWEST_ROWS."""
+    """Return the most rows up to which no ratio is below LEAST_RATIO, at least FEWEST_ROWS. They are UNLIMITED where
+    the most of CANDIDATE_ROWS is among them: with more, neither product changes its ways.
+    """
     most = FEWEST_ROWS
     for rows in sorted(map(int, ratios)):
         if ratios[str(rows)] < LEAST_RATIO:
             break
         most = rows
-    return most
+    return UNLIMITED if most == CANDIDATE_ROWS[-1] else most
 
 
 @torch.inference_mode()

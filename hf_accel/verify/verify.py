@@ -65,8 +65,7 @@ def verify(
         what weights it has in memory.
     text: what the cost is measured on: a text, token ids, or a list of these; windows of 512 tokens. None for the
         prompts with the float model's continuations.
-    generate: keywords for generate() of both models, such as images or sound; speculative= and assistant_model= for
-        the model alone.
+    generate: keywords for generate() of both models, as images; speculative= and assistant_model= for the model alone.
 
     Raises UnsupportedError without anything to compare with, and HfAccelError if original weights cannot be read back.
     """

@@ -46,6 +46,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"16": 2.0, "64": 1.1, "32": 0.9}, 16),
         ({"16": 2.0, "64": 1.1, "128": 1.2, "512": 0.1}, 128),
         ({"16": 0.5}, 4),
+        ({"16": 2.0, "384": 1.1, "512": 1.0}, UNLIMITED),
     ],
 )
 def test_the_most_rows_are_those_up_to_which_torch_is_never_surely_faster(ratios: dict[str, float], most: int) -> None:

@@ -15,6 +15,7 @@ from hf_accel import UnsupportedError
 from hf_accel.attention import AttentionBackend, AttentionSpec, choose_backend
 from hf_accel.attention.hf import forward
 from hf_accel.fused.projections import native_rows
+from hf_accel.hardware import ISA_LEVELS
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.patching.planning import OWN_FORWARD
@@ -282,7 +283,7 @@ def test_float_linears_say_for_how_many_rows_they_are_native(deterministic: bool
 @pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
 def test_experts_bound_the_rows_of_drafts_where_linears_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """With AMX tiles multiply any number of rows, but not by the experts of gpt-oss, whose weights are [in, out]."""
-    monkeypatch.setattr("hf_accel.fused.projections.isa", lambda: "amx")
+    monkeypatch.setattr("hf_accel.fused.projections.level_in_use", lambda: ISA_LEVELS["amx"])
     assert hf_accel.plan(build("llama").bfloat16(), weights=None).invariant_rows is None
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 6, "num_experts_per_tok": 2}

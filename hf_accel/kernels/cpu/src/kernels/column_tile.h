@@ -137,13 +137,13 @@ inline void add_to_few_rows(const typename Dot::Number* x, int64_t x_stride, int
   for (; k < w.inputs; k += Dot::INPUTS) add(k, std::integral_constant<int, 1>());
 }
 
-// Adds x[r] . w of a packed panel [words][PANEL_OUTPUTS] to sums[r].
-template <class Dot, int ROWS>
+// Adds x[r] . w of a packed panel [words][PANEL_OUTPUTS] to sums[r]. FRESH: sums[r] hold nothing yet.
+template <class Dot, int ROWS, bool FRESH>
 inline void panel_tile(const typename Dot::Number* x, int64_t x_stride, const float* panel, int64_t words, float* sums,
                        int64_t sums_stride) {
   F acc[ROWS * COLUMN_VECTORS];
   unrolled<ROWS * COLUMN_VECTORS>([&](auto i) HFA_INLINE {
-    acc[i] = load(sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES);
+    acc[i] = FRESH ? zero() : load(sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES);
   });
   for (int64_t k = 0; k < words; ++k) {
     F weights[COLUMN_VECTORS];
@@ -161,12 +161,12 @@ inline void panel_tile(const typename Dot::Number* x, int64_t x_stride, const fl
 }
 
 // The same for `rows` rows, at most ROWS.
-template <class Dot, int ROWS>
+template <class Dot, int ROWS, bool FRESH = false>
 inline void panel_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, const float* panel,
                           int64_t words, float* sums, int64_t sums_stride) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return panel_tile_of<Dot, ROWS - 1>(rows, x, x_stride, panel, words, sums, sums_stride);
-  panel_tile<Dot, ROWS>(x, x_stride, panel, words, sums, sums_stride);
+    if (rows < ROWS) return panel_tile_of<Dot, ROWS - 1, FRESH>(rows, x, x_stride, panel, words, sums, sums_stride);
+  panel_tile<Dot, ROWS, FRESH>(x, x_stride, panel, words, sums, sums_stride);
 }
 
 // Packs panels one behind the other, with zeros up to PANEL_OUTPUTS.

@@ -4,7 +4,8 @@
 // added in order. So the result depends neither on the number of rows nor on threads. With few rows, memory is the
 // limit: weights are read in place once, and the next ones are prefetched; those of one row are one stream of memory
 // (float_stream.h). With many rows, a block of weights stays in the second-level cache while all rows use it, and is packed
-// only if it is converted: on an EPYC with AVX-512, packing it anyway took 1.03 times as long for 128 rows.
+// if it is converted, and with AVX2 (lane_tile.h): on an EPYC with AVX-512, packing it anyway took 1.03 times as long for
+// 128 rows.
 #include "../parallel.h"
 #include "activation.h"
 #include "any_dtype.h"
@@ -13,6 +14,7 @@
 #include "column_tile.h"
 #include "float_stream.h"
 #include "float_tile.h"
+#include "lane_tile.h"
 
 namespace {
 
@@ -62,6 +64,9 @@ inline void copy_numbers(const T* from, int64_t n, float* to) {
 // Packs one row of a block, with zeros up to a whole vector.
 template <class Dot, class T>
 inline void pack_row(const T* from, int64_t count, typename Dot::Number* to) {
+#if defined(HFA_LANE_TILES)
+  if constexpr (BY_LANES<Dot>) return pack_row_by_lanes(from, count, to);
+#endif
   copy_numbers(from, count, to);
   const int64_t whole = ceil_div(count, Dot::STEP) * Dot::STEP;
   std::memset(static_cast<void*>(to + count), 0, static_cast<size_t>(whole - count) * sizeof *to);
@@ -134,12 +139,30 @@ inline int64_t task_outputs(int64_t outputs, int threads) {
   return Dot::CHUNK;
 }
 
+// Where the results of some rows will be written. If they are many, that is in no cache near by, and writing them would
+// wait for it: a tenth of the time of 512 rows of 768 inputs.
+struct Results {
+  const char* first = nullptr;
+  int64_t stride = 0, bytes = 0;  // of a row; no bytes: they are not prefetched
+
+  static Results of(const LinearCall& call, const Matrix& matrix, int64_t row, int64_t output, int64_t outputs) {
+    const int64_t size = call.out_dtype == F32 ? 4 : 2;
+    return {static_cast<const char*>(call.out) + (row * call.out_stride + matrix.column + output) * size,
+            call.out_stride * size, outputs * size};
+  }
+  void fetch(int64_t row, int64_t rows) const {
+    for (int64_t r = row; r < row + rows; ++r)
+      for (int64_t at = 0; at < bytes; at += 64) prefetch_l2(first + r * stride + at);
+  }
+};
+
 // The task of a thread: outputs [n, n + outputs) of a matrix for rows [first, last) of the packed input.
 struct Chunk {
   const Matrix* matrix;
   int64_t n, outputs, first, last;
   const void* next = nullptr;  // weights that the thread reads behind these, if they are not the next ones in memory
   int64_t tile = 0;            // the first of the packed tiles of these rows, if tiles multiply
+  Results results = {};
 };
 
 // The weights of an output, if there are as many.
@@ -215,6 +238,35 @@ void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   }
 }
 
+#if defined(HFA_LANE_TILES)
+// For more rows.
+template <class T>
+void sum_lanes(const Input<LaneDot>& input, const Chunk& chunk, float* sums) {
+  struct Panels;
+  constexpr int64_t BLOCK_INPUTS = block_inputs<LaneDot>();
+  const int64_t K = input.in_features, panels = ceil_div(chunk.outputs, PANEL_OUTPUTS);
+  const int64_t tiles = panels * ceil_div(chunk.last - chunk.first, COLUMN_ROWS), share = ceil_div(chunk.outputs, tiles);
+  const T* const weight = static_cast<const T*>(chunk.matrix->weight) + chunk.n * K;
+  float* const packed = static_cast<float*>(scratch<Panels>(LaneDot::CHUNK * BLOCK_INPUTS * sizeof(float)));
+  for (int64_t b = 0; b < input.blocks(); ++b) {
+    const T* const block = weight + b * BLOCK_INPUTS;
+    const T* const next = b + 1 < input.blocks() ? block + BLOCK_INPUTS : weight + input.threads * LaneDot::CHUNK * K;
+    const int64_t inputs = lane_inputs(input.count(b)), bytes = input.count(b) * static_cast<int64_t>(sizeof(T));
+    pack_weights_by_lanes(block, K, chunk.outputs, input.count(b), packed);
+    for_row_tiles<COLUMN_ROWS>(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
+      if (b + 1 == input.blocks()) chunk.results.fetch(r - chunk.first, rows);
+      for (int64_t p = 0; p < panels; ++p) {
+        const int64_t row = (t * panels + p) * share;
+        const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
+                          static_cast<int>(at_least(0, at_most(share, chunk.outputs - row)))};
+        lane_tile(rows, input.row(b, r), input.stride, packed + p * inputs * LANES * PANEL_OUTPUTS, inputs,
+                  sums + (r - chunk.first) * LaneDot::CHUNK + p * PANEL_OUTPUTS, LaneDot::CHUNK, ahead, bytes);
+      }
+    });
+  }
+}
+#endif
+
 // For weights [in, out].
 template <class Dot, class T>
 void sum_columns(const Input<Dot>& input, const Chunk& chunk, float* sums) {
@@ -231,6 +283,9 @@ void sum_chunk(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   std::memset(sums, 0, static_cast<size_t>(rows * Dot::CHUNK) * sizeof(float));
   if constexpr (STREAMS_ROW && !BY_COLUMNS<Dot>)
     if (rows == 1) return sum_stream<Dot, T>(input, chunk, sums);
+#if defined(HFA_LANE_TILES)
+  if constexpr (BY_LANES<Dot>) return sum_lanes<T>(input, chunk, sums);
+#endif
   if constexpr (BY_COLUMNS<Dot>) sum_columns<Dot, T>(input, chunk, sums);
   else if (rows < PANEL_ROWS) sum_strips<Dot, T>(input, chunk, sums);
   else sum_panels<Dot, T>(input, chunk, sums);
@@ -321,6 +376,7 @@ void run_chunk(const Linear& linear, const LinearCall& call, const Input<Dot>& i
     up.next = weights_of<T>(*chunk.matrix, chunk.n + chunk.outputs, linear.in_features);
     chunk.next = weights_of<T>(*up.matrix, chunk.n, linear.in_features);
   }
+  if (BY_LANES<Dot>) chunk.results = Results::of(call, *chunk.matrix, input.first + chunk.first, chunk.n, chunk.outputs);
   sum_chunk<Dot, T>(input, chunk, sums);
   float* up_sums = nullptr;
   if (has_gate(linear)) {
@@ -445,8 +501,11 @@ void HFA_NAMESPACE::float_linear(const LinearCall& call) {
 #endif
   for_dtype(linear.format, [&](auto* null) {
     typedef std::remove_pointer_t<decltype(null)> T;
-    if (linear.by_inputs) run<ColumnDot, T>(linear, call, nullptr);
-    else run<FloatDot, T>(linear, call, nullptr);
+    if (linear.by_inputs) return run<ColumnDot, T>(linear, call, nullptr);
+#if defined(HFA_LANE_TILES)
+    if (call.rows >= LANE_ROWS) return run<LaneDot, T>(linear, call, nullptr);
+#endif
+    run<FloatDot, T>(linear, call, nullptr);
   });
 }
 

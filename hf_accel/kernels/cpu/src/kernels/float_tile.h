@@ -55,7 +55,8 @@ constexpr int64_t block_inputs() { return BLOCK_BYTES / static_cast<int64_t>(siz
 template <class Dot>
 constexpr int64_t packed_stride(int64_t in_features) {
   const int64_t line = 64 / static_cast<int64_t>(sizeof(typename Dot::Number));
-  return (ceil_div(at_most(in_features, block_inputs<Dot>()), line) | 1) * line;
+  const int64_t whole = ceil_div(at_most(in_features, block_inputs<Dot>()), Dot::STEP) * Dot::STEP;
+  return (ceil_div(whole, line) | 1) * line;
 }
 
 // Memory to prefetch: `rows` rows from `first` on, `stride` bytes apart.
