@@ -79,12 +79,13 @@ def greedy(model: PreTrainedModel, history: History, num_new: int, settings: Map
 
 
 def _of_history(name: str, value: Any, history: History) -> Any:
-    """Return a keyword for a history in place of its prompt: what marks tokens as text or image marks those written as
-    it does the last of the prompt, which is what generate() does.
+    """Return a keyword for a history in place of its prompt: what marks tokens [1, n] as text or image marks those
+    written as it does the last of the prompt, which is what generate() does.
     """
-    if not name.endswith(MARKS_END) or not isinstance(value, Tensor) or value.shape != (1, history.num_prompt):
+    if not name.endswith(MARKS_END) or not isinstance(value, Tensor):
         return value
-    return torch.cat([value, value[:, -1:].expand(1, history.written)], dim=1)
+    marks = value[:, : history.ids.shape[1]]
+    return torch.cat([marks, marks[:, -1:].expand(1, history.ids.shape[1] - marks.shape[1])], dim=1)
 
 
 def continuation(model: PreTrainedModel, history: History, num_new: int, settings: Mapping[str, Any]) -> Tensor:
@@ -122,7 +123,8 @@ class Forced(LogitsProcessor):
         length = input_ids.shape[1]
         if length >= len(self.ids):
             return scores
-        return torch.full_like(scores, -torch.inf).index_fill_(-1, scores.new_tensor([self.ids[length]]).long(), 0)
+        own = torch.tensor([self.ids[length]], device=scores.device)
+        return torch.full_like(scores, -torch.inf).index_fill_(-1, own, 0)
 
 
 def _last_scores(model: PreTrainedModel, history: History, num_new: int, settings: Mapping[str, Any]) -> Tensor:

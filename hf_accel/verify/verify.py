@@ -171,6 +171,8 @@ class Run:
 
 def _cost(run: Run, reference: Any, windows: list[Tensor] | None) -> tuple[Cost | None, str | None]:
     """Return the cost, or the reason why there is none."""
+    if run.model.config.is_encoder_decoder and run.model.main_input_name != "input_ids":
+        return None, f"it is measured on texts, and the encoder reads {run.model.main_input_name}"
     try:
         given = _float_reference(run.model, reference)
     except HfAccelError as error:

@@ -147,6 +147,20 @@ def test_every_way_of_the_reference_sees_the_image(name: str) -> None:
     assert 0 < rounding < 1e-3 * float(logits.abs().max())
 
 
+def test_marks_of_tokens_are_as_many_as_the_tokens() -> None:
+    """Of text alone, whose prompt is cut where little was written."""
+    model, given = with_medium("Gemma3ForConditionalGeneration")[0], {"token_type_ids": torch.zeros(1, 7).long()}
+    history = started(model, torch.arange(3, 10)[None], given).after(torch.tensor([5, 6]))
+    torch.testing.assert_close(logits_by_steps(model, history, given, start=1), last_logits(model, history, given))
+
+
+def test_what_lower_bits_cost_is_not_measured_on_sound() -> None:
+    model, ids, given = with_medium(WHISPER)
+    certificate = hf_accel.verify(hf_accel.patch(model, weights="int8"), [ids[0]], max_new_tokens=3, **given)
+    assert certificate.explained and certificate.cost is None
+    assert certificate.no_cost == "it is measured on texts, and the encoder reads input_features"
+
+
 def test_a_picture_is_read_by_an_encoder_and_the_prompt_by_the_decoder() -> None:
     model = hf_accel.patch(reader_of_images(), weights=None)
     picture = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
