@@ -71,8 +71,8 @@ inline void lane_tile(int64_t rows, const float* x, int64_t x_stride, const floa
     for (int i = 0; i < ahead.rows; ++i)
       for (int64_t at = bytes * place / LANES; at < bytes * (place + 1) / LANES; at += 64)
         prefetch_l2(ahead.first + i * ahead.stride + at);
-    panel_tile_of<ColumnDot, COLUMN_ROWS, true>(rows, x + place * inputs, x_stride, panel + place * inputs * PANEL_OUTPUTS, inputs,
-                                          parts[place], PANEL_OUTPUTS);
+    panel_tile_of<ColumnDot, COLUMN_ROWS, true>(rows, x + place * inputs, x_stride,
+                                                panel + place * inputs * PANEL_OUTPUTS, inputs, parts[place], PANEL_OUTPUTS);
   }
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < PANEL_OUTPUTS; n += LANES) {
