@@ -13,6 +13,8 @@ import torch
 from ..errors import UnsupportedError
 
 AVX512 = frozenset({"avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_vnni"})
+# A feature of CPUs that add pairs of bfloat16 more slowly than single numbers: torch has no name for it.
+SLOW_PAIRS = "slow_avx512_bf16"
 UNLIMITED = 2**62
 # Rows above which torch's matmul of float weights, which packs them first, is faster than reading them in place, where
 # that has not been measured on this CPU (fused/measured_rows.py). As `python -m benchmarks.run float_rows` found.
@@ -27,6 +29,7 @@ class Level:
     """This says what a level needs, and what it has.
 
     needs: features of the CPU, by the names of torch.cpu.get_capabilities.
+    slow_with: features with which another level is faster.
     pairs_of_bfloat16: whether kernels multiply two of these at once.
     slow_bfloat16_in_torch: whether torch may not multiply them on such CPUs: ours is faster then with any number of
     rows (512 in benchmarks/results/amd-epyc-zen-3-avx2/prefill.json).
@@ -34,6 +37,7 @@ class Level:
     """
 
     needs: frozenset[str]
+    slow_with: frozenset[str] = frozenset()
     pairs_of_bfloat16: bool = False
     slow_bfloat16_in_torch: bool = False
     float_rows: Mapping[torch.dtype, int] = field(default_factory=dict)
@@ -58,11 +62,13 @@ ISA_LEVELS = {
     ),
     "avx512_vnni_bf16": Level(
         AVX512 | {"avx512_bf16"},
+        slow_with=frozenset({SLOW_PAIRS}),
         pairs_of_bfloat16=True,
         float_rows={torch.bfloat16: 64, torch.float32: 256},
         rows_by_inputs={torch.bfloat16: 64},
     ),
-    "avx512_vnni": Level(AVX512),
+    # By pairs, or where it only imitates them, torch is slower with any number of rows: 0.7 of ours with 512.
+    "avx512_vnni": Level(AVX512, float_rows={torch.bfloat16: UNLIMITED}),
     "avx_vnni": Level(frozenset({"avx2", "fma3", "avx_vnni"}), slow_bfloat16_in_torch=True),
     "avx2": Level(frozenset({"avx2", "fma3"}), slow_bfloat16_in_torch=True),
     "neon_i8mm": Level(frozenset({"neon", "dot", "i8mm"})),
@@ -80,13 +86,13 @@ def possible_levels(features: frozenset[str]) -> list[str]:
 
 
 def choose_isa(features: frozenset[str], *, requested: str | None = None) -> str:
-    """Return the best level of ISA_LEVELS that `features` allow, or the `requested` one.
+    """Return the fastest level of ISA_LEVELS that `features` allow, or the `requested` one.
 
     Raises UnsupportedError for a level that is unknown, or that this CPU would stop at with an illegal instruction.
     """
     possible = possible_levels(features)
     if not requested:
-        return possible[0]
+        return next(name for name in possible if not ISA_LEVELS[name].slow_with & features)
     if requested not in ISA_LEVELS:
         raise UnsupportedError(f"HF_ACCEL_ISA={requested!r} is not known; choose one of {', '.join(ISA_LEVELS)}")
     if requested not in possible:

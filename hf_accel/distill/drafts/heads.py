@@ -21,7 +21,7 @@ from ...errors import UnsupportedError
 from ...generation.hf.head_module import HeadModule
 from ...generation.hf.pass_states import tapped
 from ...hardware.atomic import replaced_file
-from ...hardware.device import instruction_sets
+from ...hardware.device import bfloat16_is_faster
 from ...models import layer_lists, layers_config, vocabulary_size
 from ..losses.distillation_loss import distillation_loss
 from ..losses.objective import Objective
@@ -172,14 +172,14 @@ class HeadTrainer(Trainer):
     """Trains a head over its own predictions (the training-time test of EAGLE-3, 2503.01840).
 
     In the first step the head reads the target's states, in each later one its own of the step before, as it does when
-    it drafts. The later steps count DECAY of the one before. On a CPU that multiplies in bfloat16, the products are
-    computed so (torch.autocast), and a step takes about a quarter less time; weights and losses stay in float32.
+    it drafts. The later steps count DECAY of the one before. On a CPU that multiplies faster in bfloat16, the products
+    are computed so (torch.autocast), and a step takes about a quarter less time; weights and losses stay in float32.
     """
 
     def __init__(self, head: DraftHead, target: Any, objective: Objective, **keywords: Any) -> None:
         super().__init__(model=head, **keywords)
         self.target, self.goal = target, objective
-        self.multiplies_bfloat16 = head.device.type == "cpu" and "avx512_bf16" in instruction_sets()
+        self.multiplies_bfloat16 = head.device.type == "cpu" and bfloat16_is_faster()
         self._signature_columns: Any = ["input_ids", "attention_mask", "labels"]  # which Trainer reads from forward()
 
     def compute_loss(

@@ -50,6 +50,7 @@ def test_plain_is_without_hooks_and_of_a_known_kind():
         ("avx_vnni", False, UNLIMITED),
         ("avx2", True, 16),
         ("avx512_vnni_bf16", False, 64),
+        ("avx512_vnni", True, UNLIMITED),
         ("amx", True, UNLIMITED),
     ],
 )

@@ -21,6 +21,8 @@ AMX = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
         (AVX512 | AMX - {"amx_bf16"}, "avx512_vnni_bf16"),
         (AVX512, "avx512_vnni_bf16"),
         (AVX512 - {"avx512_bf16"}, "avx512_vnni"),
+        (AVX512 | {isa_levels.SLOW_PAIRS}, "avx512_vnni"),
+        (AVX512 | AMX | {isa_levels.SLOW_PAIRS}, "amx"),
         (AVX512 - {"avx512_dq"}, "avx2"),
         (AVX512 | AVX_VNNI, "avx512_vnni_bf16"),
         (AVX_VNNI, "avx_vnni"),
@@ -37,9 +39,10 @@ def test_the_best_level_is_chosen(features, level):
     assert isa_levels.choose_isa(features, requested="") == level
 
 
-@pytest.mark.parametrize("requested", ["avx_vnni", "avx2", "portable"])
-def test_a_lower_level_may_be_requested(requested):
-    assert isa_levels.choose_isa(AVX512 | AVX_VNNI, requested=requested) == requested
+@pytest.mark.parametrize("requested", ["avx512_vnni_bf16", "avx_vnni", "avx2", "portable"])
+def test_a_slower_level_may_be_requested(requested):
+    features = AVX512 | AVX_VNNI | {isa_levels.SLOW_PAIRS}
+    assert isa_levels.choose_isa(features, requested=requested) == requested
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,21 @@ def test_without_a_list_of_features_arm_has_neon_and_what_linux_lists(
     cpuinfo = f"processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: {features}\nCPU implementer\t: 0x41"
     root = make_root({} if features is None else {"proc/cpuinfo": cpuinfo})
     assert isa_levels.choose_isa(device.instruction_sets.__wrapped__(root)) == level
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "slow", "faster"),
+    [("Intel Xeon", {}, True, False), ("Intel Xeon", {"amx_bf16": True}, True, True), ("AMD EPYC", {}, False, True)],
+)
+def test_intel_adds_pairs_of_bfloat16_slowly(monkeypatch, name, others, slow, faster):
+    listed = {"avx512_bf16": True, "cpu_name": name, **others}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: listed, raising=False)
+    monkeypatch.setattr(device, "cpu_name", device.cpu_name.__wrapped__)
+    monkeypatch.setattr(device, "instruction_sets", device.instruction_sets.__wrapped__)
+    assert (isa_levels.SLOW_PAIRS in device.instruction_sets()) == slow
+    assert device.bfloat16_is_faster() == faster
+    listed["avx512_bf16"] = False
+    assert isa_levels.SLOW_PAIRS not in device.instruction_sets()
 
 
 def test_features_are_the_true_ones(monkeypatch):
