@@ -8,8 +8,9 @@ The same history is computed in several ways that are equally valid:
   change in the last bit of a float is enough for that, and what it sets off in later layers is far larger than that;
 * of an encoder whose quantized layers keep float32 results in bfloat16 (fused/half_buffers.py): with those rounded so;
 * of a mixture of experts: with the result of each product moved by up to half a unit in the last place (Monte Carlo
-  arithmetic: Parker 1997), several times. A router chooses otherwise where two experts are nearly as good, and a token
-  that another expert computes has other logits by far more than a bit;
+  arithmetic: Parker 1997), several times, and more often if these do not explain the difference. A router chooses
+  otherwise where two experts are nearly as good, and a token that another expert computes has other logits by far more
+  than a bit: which tokens go where, only some of these passes show;
 * in the next wider dtype (float32 for bfloat16), of which the others are roundings. This is the arbiter, whose logits
   margins are taken from. It needs a wide copy of the float weights. Where that is too large, a pass whose products are
   moved so stands in, and margins are taken in the model's own dtype.
@@ -47,7 +48,7 @@ from .passes import History, last_logits, logits_by_steps, new_cache
 from .references import WIDER, widened
 
 LARGEST_ARBITER = 8 * 2**30  # bytes of its float weights
-JITTERED_PASSES = 8  # of a mixture of experts
+JITTERED_PASSES, MOST_JITTERED_PASSES = 8, 64  # of a mixture of experts
 SINGLE_STEPS = 8  # tokens at the end of a history that are computed one by one, at the least
 
 Logits = Callable[[PreTrainedModel, History, Mapping[str, Any]], Tensor]
@@ -71,10 +72,13 @@ class ReferenceModel:
         return widened(self.model) if _affordable(self.model) else None
 
     @torch.no_grad()
-    def judge(self, history: History, settings: Mapping[str, Any]) -> tuple[Tensor, float, str]:
+    def judge(
+        self, history: History, settings: Mapping[str, Any], needed: Callable[[Tensor], float] = lambda logits: 0.0
+    ) -> tuple[Tensor, float, str]:
         """Compute logits [V] after a history to take margins from, twice their error, and their dtype.
 
-        settings: keywords of generate().
+        settings: keywords of generate(). needed: gives, for these logits, what twice their error must be to explain
+        what was found; until then a mixture is computed up to MOST_JITTERED_PASSES times.
         """
         logits = logits_by_steps if self._sees(settings) else last_logits
         ways = [logits(self.model, history, settings)]
@@ -89,7 +93,8 @@ class ReferenceModel:
         if encodes and may_keep_halves(self.model):
             with halved_results(self.model):
                 ways.append(logits(self.model, history, settings))
-        passes = JITTERED_PASSES if experts_per_token(self.model.config) else 1 if self.arbiter is None else 0
+        is_mixture = bool(experts_per_token(self.model.config))
+        passes = JITTERED_PASSES if is_mixture else 1 if self.arbiter is None else 0
         ways += [self._jittered(logits, history, settings, seed) for seed in range(passes)]
         if self.arbiter is None:
             judged, dtype = ways[0], self.model.dtype
@@ -98,8 +103,12 @@ class ReferenceModel:
             media = {n: v.to(dtype) for n, v in settings.items() if _is_float(v) and v.dtype is own}
             judged = logits(self.arbiter, history, dict(settings) | media)
             ways.append(judged)
-        error = max(largest_difference(ways), torch.finfo(self.model.dtype).eps * largest)
-        return judged, 2 * error, str(dtype).removeprefix("torch.")
+        least = torch.finfo(self.model.dtype).eps * largest
+        for seed in range(passes, MOST_JITTERED_PASSES if is_mixture else 0):
+            if 2 * max(largest_difference(ways), least) >= needed(judged):
+                break
+            ways.append(self._jittered(logits, history, settings, seed))
+        return judged, 2 * max(largest_difference(ways), least), str(dtype).removeprefix("torch.")
 
     def _start_of_steps(self, history: History, settings: Mapping[str, Any]) -> int:
         """Return how many ids come in one pass: the prompt; of one that is ids alone, less if little was written."""

@@ -150,10 +150,19 @@ class Run:
         position = int(differs[0])
         pair = torch.stack([expected[position], actual[position]])
         history = start.after(expected[:position])
-        theirs, rounding, arbiter = reference.judge(history, self.common)
-        pair = pair.to(theirs.device)  # of the tokens, where the model is
         # without speculation, which does not give its logits out
         ours = logits_by_steps(self.model, history, self.common)
+        pair = pair.to(ours.device)  # of the tokens, where the model is
+
+        def margin(theirs: Tensor) -> float:
+            return float((theirs[pair[0]] - theirs[pair[1]]).abs())
+
+        def distance(theirs: Tensor) -> float:
+            return float(torch.where(ours == theirs, 0, (ours - theirs).abs()).max())  # -inf is far from nothing
+
+        theirs, rounding, arbiter = reference.judge(
+            history, self.common, needed=lambda logits: max(margin(logits), distance(logits))
+        )
         return Verdict(
             identical=False,
             tokens=position,
@@ -162,10 +171,10 @@ class Run:
             model_token=int(pair[1]),
             reference_logits=tuple(theirs[pair].tolist()),
             model_logits=tuple(ours[pair].tolist()),
-            margin=float((theirs[pair[0]] - theirs[pair[1]]).abs()),
+            margin=margin(theirs),
             rounding=rounding,
             arbiter=arbiter,
-            distance=float(torch.where(ours == theirs, 0, (ours - theirs).abs()).max()),  # -inf is far from nothing
+            distance=distance(theirs),
         )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -191,15 +192,20 @@ def test_jitter(dtype: torch.dtype) -> None:
     assert 0.1 < float((relative > 0).double().mean()) < 0.9
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("seed", [1, 4])
-def test_a_router_may_choose_another_expert(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two experts are as good as each other for the last token: which of them computes it, rounding decides."""
+def mixture(seed: int) -> MixtralForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "initializer_range": 0.1}
     config = MixtralConfig(vocab_size=512, num_hidden_layers=1, **sizes, **experts)
-    model = MixtralForCausalLM(config).bfloat16().eval()
+    model: MixtralForCausalLM = MixtralForCausalLM(config).bfloat16().eval()
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_router_may_choose_another_expert(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts are as good as each other for the last token: which of them computes it, rounding decides."""
+    model = mixture(seed)
     gate, seen = model.model.layers[0].mlp.gate, []
     with monkeypatch.context() as patch:
         forward = gate.forward
@@ -217,6 +223,24 @@ def test_a_router_may_choose_another_expert(seed: int, monkeypatch: pytest.Monke
     apart = float((of_each[0] - of_each[1]).abs().max())
     assert apart > 1
     assert judge(model)[1] >= apart
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model", "needed", "passes"),
+    [(mixture(0), 1e-30, 8), (mixture(0), torch.inf, 64), (build("llama"), torch.inf, 0)],
+)
+def test_a_mixture_is_computed_again_until_that_explains_a_difference(
+    model: PreTrainedModel, needed: float, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(module, "jittered_products", lambda _, seed: nullcontext(seeds.append(seed)))
+    asked: list[torch.Tensor] = []
+    logits, _, _ = ReferenceModel(model, "r").judge(
+        History(HISTORY, 12), {}, needed=lambda logits: (asked.append(logits), needed)[1]
+    )
+    assert seeds == list(range(passes))
+    assert all(each is logits for each in asked) and bool(asked) is (passes > 0)
 
 
 def test_spread() -> None:

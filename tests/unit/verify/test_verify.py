@@ -17,6 +17,7 @@ import hf_accel
 from hf_accel.kernels import cpu as kernels
 from hf_accel.linear import QuantLinear
 from hf_accel.verify import verify as function
+from hf_accel.verify.rounding import ReferenceModel
 
 from ...parity.families import FAMILIES, build, prompts
 from ...parity.letters import letters
@@ -106,14 +107,29 @@ def nearly_tied(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pr
     return model, reference, other
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What a reference is told would explain a difference."""
+    judge, numbers = ReferenceModel.judge, []
+
+    def watched(self: Any, history: Any, settings: Any, needed: Any) -> Any:
+        found = judge(self, history, settings, needed)
+        numbers.append(needed(found[0]))
+        return found
+
+    monkeypatch.setattr(ReferenceModel, "judge", watched)
+    return numbers
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_near_tie_is_explained(dtype: torch.dtype) -> None:
+def test_near_tie_is_explained(dtype: torch.dtype, told: list[float]) -> None:
     model, reference, other = nearly_tied(dtype)
     certificate = hf_accel.verify(model, [PROMPTS[1]], reference=reference, max_new_tokens=1)
     assert (certificate.exact, certificate.explained) == (False, True)
     assert certificate.verdicts[0].model_token == other
     assert certificate.verdicts[0].arbiter == {torch.float32: "float64", torch.bfloat16: "float32"}[dtype]
     assert "inside rounding" in str(certificate)
+    assert told == [certificate.verdicts[0].distance]
 
 
 def test_a_defect_that_shows_at_a_near_tie_is_a_defect() -> None:
@@ -349,7 +365,7 @@ def test_a_difference_with_speculation_is_judged(settings: dict[str, Any]) -> No
     assert verdict.model_token == other and verdict.explained
 
 
-def test_a_token_that_should_not_have_been_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_should_not_have_been_accepted(monkeypatch: pytest.MonkeyPatch, told: list[float]) -> None:
     """The logits are sound, and still the token is wrong."""
     generate = CALLS.continuation  # type: ignore[union-attr]
 
@@ -362,7 +378,7 @@ def test_a_token_that_should_not_have_been_accepted(monkeypatch: pytest.MonkeyPa
     model = hf_accel.patch(build("llama"), weights=None)
     [verdict] = hf_accel.verify(model, PROMPTS[:1], max_new_tokens=4, speculative="ngram").verdicts
     assert verdict.distance is not None and verdict.rounding is not None and verdict.distance <= verdict.rounding
-    assert not verdict.explained
+    assert not verdict.explained and told == [verdict.margin]
 
 
 def test_keywords_of_generate_reach_both() -> None:
