@@ -215,7 +215,8 @@ Panel<typename Dot::Number> pack_panel(const Input<Dot>& input, const T* block, 
 }
 
 // For many rows. Each block of the chunk's weights is used by all rows. While the last of them use it, the next weights are
-// prefetched.
+// prefetched, and before, the next inputs, which are too many for the second-level cache: 512 rows take 0.9 of the time on
+// a Xeon (Emerald Rapids).
 template <class Dot, class T>
 void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
   const int64_t K = input.in_features, tiles = ceil_div(chunk.last - chunk.first, TILE_ROWS);
@@ -226,10 +227,12 @@ void sum_panels(const Input<Dot>& input, const Chunk& chunk, float* sums) {
     const T* const next = b + 1 < input.blocks() ? block + block_inputs<Dot>() : next_chunk;
     const auto multiply = [&](const auto& panel) {
       for_row_tiles<TILE_ROWS>(chunk.first, chunk.last, [&](int64_t t, int64_t r, int64_t rows) {
-        // Each tile of outputs fetches one row of the next weights.
+        // Each tile of outputs fetches one row: of the next weights, and before, of the next inputs.
         const int64_t across = chunk.outputs / wide_for(static_cast<int>(rows)), row = (tiles - 1 - t) * across;
-        const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
-                          row < chunk.outputs ? 1 : 0};
+        const Ahead inputs{reinterpret_cast<const char*>(input.row(b, r + rows)),
+                           input.stride * static_cast<int64_t>(sizeof(typename Dot::Number)), 1};
+        const Ahead weights{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)), 1};
+        const Ahead ahead = row < chunk.outputs ? weights : inputs;
         row_tile_of<Dot>(rows, input.row(b, r), input.stride, panel, sums + (r - chunk.first) * Dot::CHUNK, ahead);
       });
     };
