@@ -104,11 +104,16 @@ class ReferenceModel:
             judged = logits(self.arbiter, history, dict(settings) | media)
             ways.append(judged)
         least = torch.finfo(self.model.dtype).eps * largest
-        for seed in range(passes, MOST_JITTERED_PASSES if is_mixture else 0):
-            if 2 * max(largest_difference(ways), least) >= needed(judged):
-                break
-            ways.append(self._jittered(logits, history, settings, seed))
-        return judged, 2 * max(largest_difference(ways), least), str(dtype).removeprefix("torch.")
+
+        def explains() -> float:
+            return 2 * max(largest_difference(ways), least)
+
+        if is_mixture:
+            enough = needed(judged)
+            while passes < MOST_JITTERED_PASSES and explains() < enough:
+                ways.append(self._jittered(logits, history, settings, passes))
+                passes += 1
+        return judged, explains(), str(dtype).removeprefix("torch.")
 
     def _start_of_steps(self, history: History, settings: Mapping[str, Any]) -> int:
         """Return how many ids come in one pass: the prompt; of one that is ids alone, less if little was written."""
