@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+import hf_accel
 from hf_accel import SpeculativeConfig
+from hf_accel.kernels import cpu as kernels
 
+from .families import build
 from .speculating import OracleTree, RandomDrafter, by_engine, requests, target
 
 NEW_TOKENS = 20
@@ -74,7 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wide": {"num_draft": 1, "max_nodes": 3, "sampled": True},
     "INT8 weights": {"weights": "int8"},
     "INT8 keys": {"dtype": "int8", "sampled": True},
-    "INT4 keys": {"dtype": "int4", "spread": False},
+    "INT4 keys": {"dtype": "int4"},
     "FP8 keys": {"dtype": "fp8"},
 }
 
@@ -84,6 +87,27 @@ def test_settings(settings: dict[str, Any]) -> None:
     stats = assert_same("llama", 4, **settings)
     if settings.get("token_budget") != 1:
         assert stats["branched"] > 0 and stats["no_trees"] is None
+
+
+@pytest.mark.skipif(kernels.refusal() is not None, reason=str(kernels.refusal()))
+@pytest.mark.parametrize("dtype", ["auto", "int4"])
+def test_bits(dtype: str) -> None:
+    """Where no row depends on others, probabilities are the same bits: with trees, and with prompts in small parts."""
+    cache = hf_accel.CacheConfig(block_size=4, dtype=dtype)  # type: ignore[arg-type]
+    model = hf_accel.patch(build("llama"), weights=None, cache=cache, deterministic=True)
+
+    def answers(**settings: Any) -> list[tuple[list[int], Any]]:
+        with hf_accel.Engine(model, max_running=AT_ONCE, **settings) as engine:
+            handles = [engine.submit(prompt, max_new_tokens=NEW_TOKENS, logprobs=2, seed=0) for prompt in PROMPTS]
+            results = [handle.result(60) for handle in handles]
+            found = (engine.stats["speculation"] or {}).get("branched", 0)
+        assert found > 50 or "speculative" not in settings
+        return [(result.tokens, result.logprobs) for result in results]
+
+    expected = answers()
+    drafter = OracleTree({(tuple(p), 0): tokens for p, (tokens, _) in zip(PROMPTS, expected, strict=True)})
+    assert answers(speculative=SpeculativeConfig(drafter=drafter, num_draft=4, max_nodes=12)) == expected
+    assert answers(token_budget=15) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gpt2"])
