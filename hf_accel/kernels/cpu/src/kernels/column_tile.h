@@ -137,15 +137,11 @@ inline void add_to_few_rows(const typename Dot::Number* x, int64_t x_stride, int
   for (; k < w.inputs; k += Dot::INPUTS) add(k, std::integral_constant<int, 1>());
 }
 
-// Adds x[r] . w of a packed panel [words][PANEL_OUTPUTS] to sums[r]. FRESH: sums[r] hold nothing yet.
-template <class Dot, int ROWS, bool FRESH>
-inline void panel_tile(const typename Dot::Number* x, int64_t x_stride, const float* panel, int64_t words, float* sums,
-                       int64_t sums_stride) {
-  F acc[ROWS * COLUMN_VECTORS];
-  unrolled<ROWS * COLUMN_VECTORS>([&](auto i) HFA_INLINE {
-    acc[i] = FRESH ? zero() : load(sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES);
-  });
-  for (int64_t k = 0; k < words; ++k) {
+// Adds x[r] . w of a packed panel [words][PANEL_OUTPUTS] to sums in registers, [ROWS][COLUMN_VECTORS].
+template <class Dot, int ROWS>
+inline HFA_INLINE void add_panel(const typename Dot::Number* x, int64_t x_stride, const float* panel, int64_t words,
+                                 F (&acc)[ROWS * COLUMN_VECTORS]) {
+  const auto add = [&](int64_t k) HFA_INLINE {
     F weights[COLUMN_VECTORS];
     unrolled<COLUMN_VECTORS>([&](auto v) HFA_INLINE { weights[v] = load(panel + k * PANEL_OUTPUTS + v * LANES); });
     unrolled<ROWS>([&](auto r) HFA_INLINE {
@@ -154,19 +150,33 @@ inline void panel_tile(const typename Dot::Number* x, int64_t x_stride, const fl
         acc[r * COLUMN_VECTORS + v] = Dot::dot(acc[r * COLUMN_VECTORS + v], weights[v], factor);
       });
     });
-  }
+  };
+  int64_t k = 0;
+  for (; k + 2 <= words; k += 2) add(k), add(k + 1);
+  if (k < words) add(k);
+}
+
+// The same to sums[r].
+template <class Dot, int ROWS>
+inline void panel_tile(const typename Dot::Number* x, int64_t x_stride, const float* panel, int64_t words, float* sums,
+                       int64_t sums_stride) {
+  F acc[ROWS * COLUMN_VECTORS];
+  unrolled<ROWS * COLUMN_VECTORS>([&](auto i) HFA_INLINE {
+    acc[i] = load(sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES);
+  });
+  add_panel<Dot, ROWS>(x, x_stride, panel, words, acc);
   unrolled<ROWS * COLUMN_VECTORS>([&](auto i) HFA_INLINE {
     store(sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES, acc[i]);
   });
 }
 
 // The same for `rows` rows, at most ROWS.
-template <class Dot, int ROWS, bool FRESH = false>
+template <class Dot, int ROWS>
 inline void panel_tile_of(int64_t rows, const typename Dot::Number* x, int64_t x_stride, const float* panel,
                           int64_t words, float* sums, int64_t sums_stride) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS) return panel_tile_of<Dot, ROWS - 1, FRESH>(rows, x, x_stride, panel, words, sums, sums_stride);
-  panel_tile<Dot, ROWS, FRESH>(x, x_stride, panel, words, sums, sums_stride);
+    if (rows < ROWS) return panel_tile_of<Dot, ROWS - 1>(rows, x, x_stride, panel, words, sums, sums_stride);
+  panel_tile<Dot, ROWS>(x, x_stride, panel, words, sums, sums_stride);
 }
 
 // Packs panels one behind the other, with zeros up to PANEL_OUTPUTS.

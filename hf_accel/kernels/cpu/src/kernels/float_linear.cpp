@@ -262,8 +262,9 @@ void sum_lanes(const Input<LaneDot>& input, const Chunk& chunk, float* sums) {
         const int64_t row = (t * panels + p) * share;
         const Ahead ahead{reinterpret_cast<const char*>(next + row * K), K * static_cast<int64_t>(sizeof(T)),
                           static_cast<int>(at_least(0, at_most(share, chunk.outputs - row)))};
-        lane_tile(rows, input.row(b, r), input.stride, packed + p * inputs * LANES * PANEL_OUTPUTS, inputs,
-                  sums + (r - chunk.first) * LaneDot::CHUNK + p * PANEL_OUTPUTS, LaneDot::CHUNK, ahead, bytes);
+        lane_tile_of<COLUMN_ROWS>(rows, input.row(b, r), input.stride, packed + p * inputs * LANES * PANEL_OUTPUTS,
+                                  inputs, sums + (r - chunk.first) * LaneDot::CHUNK + p * PANEL_OUTPUTS,
+                                  LaneDot::CHUNK, ahead, bytes);
       }
     });
   }
@@ -302,11 +303,11 @@ void finish(const Linear& linear, const LinearCall& call, const Chunk& chunk, in
   for (int64_t r = 0; r < chunk.last - chunk.first; ++r)
     for (int64_t i = 0; i < chunk.outputs; i += LANES) {
       const int n = static_cast<int>(at_most(LANES, chunk.outputs - i));
-      F value = load_n(sums + r * Dot::CHUNK + i, n);
+      F value = load(sums + r * Dot::CHUNK + i);
       if (matrix.bias) value = add(value, load_dtype(matrix.bias, matrix.bias_dtype, chunk.n + i, n));
       if (has_gate(linear)) {
         const Matrix& other = linear.matrices[1];
-        F up = load_n(up_sums + r * Dot::CHUNK + i, n);
+        F up = load(up_sums + r * Dot::CHUNK + i);
         if (other.bias) up = add(up, load_dtype(other.bias, other.bias_dtype, chunk.n + i, n));
         value = gated(linear.epilogue, value, up);
       } else if (linear.epilogue != NONE) {
@@ -398,7 +399,9 @@ void run_rows(const Linear& linear, const LinearCall& call, const Input<Dot>& in
   for (int32_t m = 0; m < count; ++m) chunks += chunks_of(m);
   // Rows are split over threads only if there are few chunks. Those of weights [in, out] are one for each thread.
   const int64_t enough = BY_COLUMNS<Dot> ? call.threads : 4 * call.threads;
-  const int64_t parts = chunks >= enough ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), 4 * call.threads);
+  // Where the weights of a part are packed, parts are as few as possible.
+  const int64_t most_parts = BY_LANES<Dot> ? ceil_div(enough, chunks) : 4 * call.threads;
+  const int64_t parts = chunks >= enough ? 1 : at_most(ceil_div(input.rows, PANEL_ROWS), most_parts);
   const int64_t part_rows = ceil_div(ceil_div(input.rows, parts), Dot::WHOLE_ROWS) * Dot::WHOLE_ROWS;
   // One row of vectors is a stream for each thread, in a region of its own as long as threads take tasks in turns.
   const bool streams = STREAMS_ROW && Dot::WHOLE_ROWS == 1 && input.rows == 1;

@@ -35,7 +35,7 @@ void part(const GatedNormCall& c, int64_t row, int64_t number, float* values) {
   }
   for (int64_t i = 0; i < c.size; i += LANES) {
     const int n = static_cast<int>(at_most(LANES, c.size - i));
-    F value = load_as_n(values + i, n);
+    F value = load_upto(values + i, n);
     if (c.weight) {
       value = mul(value, scale);
       if (c.rounds) value = round_as(value, gate);

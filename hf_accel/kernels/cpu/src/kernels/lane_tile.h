@@ -64,24 +64,42 @@ inline void pack_weights_by_lanes(const T* block, int64_t stride, int64_t output
 }
 
 // Adds x[r] . w of a panel to sums[r]. ahead: weights that are prefetched meanwhile, so many bytes of each row.
-inline void lane_tile(int64_t rows, const float* x, int64_t x_stride, const float* panel, int64_t inputs, float* sums,
+template <int ROWS>
+inline void lane_tile(const float* x, int64_t x_stride, const float* panel, int64_t inputs, float* sums,
                       int64_t sums_stride, const Ahead& ahead, int64_t bytes) {
-  alignas(64) float parts[LANES][COLUMN_ROWS * PANEL_OUTPUTS];  // of each lane
-  for (int place = 0; place < LANES; ++place) {
+  constexpr int COUNT = ROWS * COLUMN_VECTORS;
+  F waiting[3][COUNT];  // sums of one, two or four places, to which those of as many others are added
+  int most = 0;
+  for (int place = 0; place < LANES; ++place, x += inputs, panel += inputs * PANEL_OUTPUTS) {
     for (int i = 0; i < ahead.rows; ++i)
       for (int64_t at = bytes * place / LANES; at < bytes * (place + 1) / LANES; at += 64)
         prefetch_l2(ahead.first + i * ahead.stride + at);
-    panel_tile_of<ColumnDot, COLUMN_ROWS, true>(rows, x + place * inputs, x_stride,
-                                                panel + place * inputs * PANEL_OUTPUTS, inputs, parts[place], PANEL_OUTPUTS);
-  }
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t n = 0; n < PANEL_OUTPUTS; n += LANES) {
-      const auto pair = [&](int place) HFA_INLINE {
-        return add(load(parts[place] + r * PANEL_OUTPUTS + n), load(parts[place + 1] + r * PANEL_OUTPUTS + n));
-      };
-      float* const sum = sums + r * sums_stride + n;
-      store(sum, add(load(sum), add(add(pair(0), pair(2)), add(pair(4), pair(6)))));
+    F acc[COUNT];
+    unrolled<COUNT>([&](auto i) HFA_INLINE { acc[i] = zero(); });
+    add_panel<ColumnDot, ROWS>(x, x_stride, panel, inputs, acc);
+    for (int pairs = place; pairs & 1; pairs >>= 1) {
+      --most;
+      unrolled<COUNT>([&](auto i) HFA_INLINE { acc[i] = add(waiting[most][i], acc[i]); });
     }
+    if (place + 1 < LANES) {
+      unrolled<COUNT>([&](auto i) HFA_INLINE { waiting[most][i] = acc[i]; });
+      ++most;
+      continue;
+    }
+    unrolled<COUNT>([&](auto i) HFA_INLINE {
+      float* const sum = sums + i / COLUMN_VECTORS * sums_stride + i % COLUMN_VECTORS * LANES;
+      store(sum, add(load(sum), acc[i]));
+    });
+  }
+}
+
+// The same for `rows` rows, at most ROWS.
+template <int ROWS>
+inline void lane_tile_of(int64_t rows, const float* x, int64_t x_stride, const float* panel, int64_t inputs, float* sums,
+                         int64_t sums_stride, const Ahead& ahead, int64_t bytes) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return lane_tile_of<ROWS - 1>(rows, x, x_stride, panel, inputs, sums, sums_stride, ahead, bytes);
+  lane_tile<ROWS>(x, x_stride, panel, inputs, sums, sums_stride, ahead, bytes);
 }
 
 #endif

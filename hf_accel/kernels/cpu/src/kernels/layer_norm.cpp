@@ -48,10 +48,10 @@ void layer_norm_row(const LayerNormCall& call, int64_t r) {
   T* out = static_cast<T*>(call.out) + r * call.out_stride;
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int n = static_cast<int>(at_most(LANES, call.size - i));
-    F value = mul(sub(load_n(values + i, n), mean), scale);
+    F value = mul(sub(load_upto(values + i, n), mean), scale);
     if (call.weight) value = mul(value, factors(call, i, n));
     if (call.bias) value = add(value, load_dtype(call.bias, call.bias_dtype, i, n));
-    store_as_n(out + i, value, n);
+    store_upto(out + i, value, n);
   }
 }
 

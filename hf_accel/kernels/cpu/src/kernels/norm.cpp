@@ -17,7 +17,7 @@ void norm_row(const NormCall& call, int64_t r) {
   const F scale = set1(1.0f / std::sqrt(squares / static_cast<float>(call.size) + call.eps)), offset = set1(call.offset);
   for (int64_t i = 0; i < call.size; i += LANES) {
     const int n = static_cast<int>(at_most(LANES, call.size - i));
-    F value = mul(load_as_n(x + i, n), scale);
+    F value = mul(load_upto(x + i, n), scale);
     if (call.round_first) value = round_as(value, x);
     value = mul(value, add(offset, load_dtype(call.weight, call.weight_dtype, i, n)));
     store_dtype(call.out, call.out_dtype, r * call.size + i, value, n);
