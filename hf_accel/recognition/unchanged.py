@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any, NamedTuple
@@ -72,23 +73,35 @@ def others_code(modules: Iterable[nn.Module]) -> str | None:
     for module in modules:
         own = module.__dict__
         kinds.add(type(module))
-        if any(not is_known_code(function_of(hook)) for name in HOOKS for hook in own[name].values()):
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"]  # few modules are, and each call asks of all
+        if hooked and any(not is_known_code(function_of(hook)) for name in HOOKS for hook in own[name].values()):
             return f"a hook on a {type(module).__name__}"
         if "forward" in own and not is_known_code(function_of(own["forward"])):
             return f"a forward that was set on a {type(module).__name__}"
     replaced = next((others for kind in kinds if (others := running_code(kind).others) is not None), None)
     if replaced is not None:
         return f"{replaced}, which was replaced"
-    return next((f"the class {kind.__name__}" for kind in kinds if is_others_class(kind)), None)
+    return next((f"the class {kind.__name__}" for kind in kinds if is_written_by_others(kind)), None)
 
 
 def is_others_class(kind: type) -> bool:
-    """Return whether others wrote, or replaced, what a class computes. Such a class may still have a name of its own,
-    and say how a model is made or saved.
+    """Return whether others wrote, or replaced, what a class computes."""
+    return is_replaced(kind) or is_written_by_others(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def bases_of_others(kind: type) -> tuple[type, ...]:
+    """Return those of a class and its bases that none of the known packages wrote."""
+    return tuple(base for base in kind.__mro__ if package_of(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS)
+
+
+def is_written_by_others(kind: type) -> bool:
+    """Return whether others wrote what a class computes. Theirs may have a name of its own, and say how a model is made
+    or saved.
     """
-    if is_replaced(kind):
-        return True
-    others = [base for base in kind.__mro__ if package_of(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS]
+    others = bases_of_others(kind)
+    if not others:
+        return False
     if any("forward" in vars(base) for base in others):
         return True
     known = [base for base in kind.__mro__ if base not in others]

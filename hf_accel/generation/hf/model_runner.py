@@ -22,7 +22,7 @@ from ...errors import NotRaggedError, UnsupportedError
 from ...fused.hf.operator_models import OperatorModel, attends_alone
 from ...fused.hf.pass_watch import NONE_KNOWN, PassWatch
 from ...fused.hf.running_pass import RunningPass
-from ...models import layers_config, model_of, modules_of, positions_depend_on_length
+from ...models import layers_config, model_of, modules_of, positions_depend_on_length, reading_once
 from ...tensors import autocast_dtype, integers, model_device
 from ...undo.journal import original_class
 from ...undo.state import PART_OF, find_state, state_of
@@ -37,6 +37,7 @@ from .users_code import code_in_passes
 FOR_EACH_ROW = ("adapter_names", "alora_offsets", "task_ids")
 
 
+@reading_once
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Prepare the pass on the model's PagedCache, if it has one. This is a forward pre-hook of a patched model.
 

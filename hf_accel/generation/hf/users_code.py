@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ...models import modules_of
 from ...recognition.unchanged import others_code
 
 
@@ -14,7 +15,7 @@ def code_in_passes(model: Any) -> str | None:
     around it, and of the head; and not that of a tower or an encoder.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = [*decoder.modules(), *(head.modules() if isinstance(head, nn.Module) else ())]
+    inside = [*modules_of(decoder), *(modules_of(head) if isinstance(head, nn.Module) else ())]
     name = next((name for name, module in model.named_modules() if module is decoder), "")
     around = [model.get_submodule(".".join(name.split(".")[:depth])) for depth in range(name.count(".") + 1)]
     return others_code([*around, *inside])

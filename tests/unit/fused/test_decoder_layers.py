@@ -17,10 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_accel
 from hf_accel.cache.hf.cache_argument import CACHE_NAME
+from hf_accel.fused import layer_programme
 from hf_accel.fused.hf.layer_calls import LayerCalls, TracedForward
 from hf_accel.fused.hf.sites import KIND
+from hf_accel.hardware import UNLIMITED
 from hf_accel.kernels import cpu as kernels
 from hf_accel.kernels.cpu.row_kernels import add
+from hf_accel.patching import planning
 from hf_accel.undo.state import FUSED, state_of
 from tests.families.models import build, family
 
@@ -88,12 +91,12 @@ def logits_of(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, new: i
     return seen
 
 
-def same_bits(model: PreTrainedModel) -> Counter[bool]:
+def same_bits(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS, new: int = 8) -> Counter[bool]:
     """Assert that native layers give the bits of the modules one by one; returns how many calls were native."""
     with counted() as calls:
-        got = logits_of(model)
+        got = logits_of(model, prompts, new)
     with counted(native=False):
-        expected = logits_of(model)
+        expected = logits_of(model, prompts, new)
     assert len(got) == len(expected)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), i
@@ -154,12 +157,24 @@ def test_threads_do_not_matter() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_long_prompts_run_module_by_module() -> None:
+LONG = [list(range(1, 101)) * 3]
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_long_prompts(name: str, weights: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family(f"{name}ForCausalLM")).eval()
+    monkeypatch.setattr(planning, "rows_here", lambda *args, **settings: UNLIMITED)
+    hf_accel.patch(model, weights=weights)
+    calls = same_bits(model, LONG, new=2)
+    assert calls[True] > 2 * len(layers_of(model)) and not calls[False]
+
+
+def test_prompts_of_much_memory_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
+    monkeypatch.setattr(layer_programme, "MOST_BYTES", 4)
     hf_accel.patch(model, weights="int8")
-    prompt = [list(range(1, 101)) * 3]
-    with counted() as calls:
-        logits_of(model, prompt, new=2)
+    calls = same_bits(model, LONG, new=2)
     assert calls[True] and calls[False] >= 2 * len(layers_of(model))
 
 
