@@ -16,6 +16,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotation
 
 import hf_accel
+from hf_accel.fused import layer_programme
 from hf_accel.fused.hf.layer_calls import LayerCalls
 from hf_accel.fused.partial_rotation import leaves_rest
 from hf_accel.kernels import cpu as kernels
@@ -138,7 +139,8 @@ def test_halves(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "PhiForCausalLM"])
 @torch.no_grad()
-def test_bits_do_not_depend_on_the_number_of_tokens(name: str) -> None:
+def test_bits_do_not_depend_on_the_number_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_programme, "MOST_BYTES", 4)  # which other layers may use
     model = hf_accel.patch(model_of(name), weights="int8")
     ids = torch.arange(300)[None] % 100 + 1
     with counted() as calls:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 from transformers.activations import get_activation
 
-from hf_accel.recognition.unchanged import ALL_HOOKS, GLOBAL_HOOKS, HOOKS, Read, Reads, is_unobserved
+from hf_accel.recognition.unchanged import ALL_HOOKS, GLOBAL_HOOKS, HOOKS, Read, Reads, is_unobserved, others_code
 from hf_accel.undo.running_code import is_known_code
 
 
@@ -55,6 +55,39 @@ def test_whose_code() -> None:
     assert not is_known_code(own)
     assert not is_known_code(functools.wraps(nn.Linear.forward)(own)), "the code is ours, whatever its name"
     assert not is_known_code(torch.add), "nothing is known of what is not Python"
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return 2 * super().forward(input)
+
+
+class Named(nn.Linear):
+    """Others wrote the class, and it computes what torch's does."""
+
+    def __repr__(self) -> str:
+        return "named"
+
+
+def test_where_code_of_others_runs() -> None:
+    module = nn.Linear(2, 2)
+    for _ in range(2):  # what is known of a class is kept
+        assert others_code([nn.ReLU(), module, Named(2, 2)]) is None
+        assert others_code([module, Doubled(2, 2)]) == "the class Doubled"
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        handle = register(lambda *given: None)
+        assert others_code([nn.ReLU(), module]) == "a hook on a Linear"
+        handle.remove()
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    assert others_code([module]) == "a forward that was set on a Linear"
+
+
+def test_code_of_a_class_that_others_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert others_code([nn.Linear(2, 2)]) is None
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+    assert others_code([nn.Linear(2, 2)]) is not None
+    monkeypatch.undo()
+    assert others_code([nn.Linear(2, 2)]) is None
 
 
 def test_entries_that_must_stay() -> None:
