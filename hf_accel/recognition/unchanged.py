@@ -96,8 +96,8 @@ def bases_of_others(kind: type) -> tuple[type, ...]:
 
 
 def is_written_by_others(kind: type) -> bool:
-    """Return whether others wrote what a class computes. Theirs may have a name of its own, and say how a model is made
-    or saved.
+    """Return whether others wrote what a class computes. Such a class may still have a name of its own, and say how a
+    model is made or saved.
     """
     others = bases_of_others(kind)
     if not others:
