@@ -37,15 +37,18 @@ from .users_code import code_in_passes
 FOR_EACH_ROW = ("adapter_names", "alora_offsets", "task_ids")
 
 
-@reading_once
 def prepare_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Prepare the pass on the model's PagedCache, if it has one. This is a forward pre-hook of a patched model.
 
     Raises UnsupportedError for an empty input, and what PagedCache.prepare raises.
     """
     # A compiled model cannot read pages; without this step, a PagedCache returns K and V of all columns.
-    if torch.compiler.is_compiling() or is_compiled(model):
-        return
+    if not torch.compiler.is_compiling() and not is_compiled(model):
+        _prepare(model, args, kwargs)
+
+
+@reading_once
+def _prepare(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if args:
         kwargs = dict(zip(_parameters(original_class(model)), args, strict=False)) | kwargs
     cache, ids = cache_given(kwargs), kwargs.get("input_ids")
