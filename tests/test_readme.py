@@ -38,6 +38,11 @@ def slowest(model: str, *, folder: str) -> float:
     return recorded("never_slower", "lowest_ratio", folder=folder, model=model)
 
 
+def slowest_of_all(folder: str) -> float:
+    tables = json.loads((RESULTS / folder / "never_slower.json").read_text(encoding="utf-8"))["tables"]
+    return min(row["lowest_ratio"] for row in tables[0]["rows"])
+
+
 def amx(topic: str, title: str) -> float:
     return recorded(topic, "ratio", title=title, folder=AMX, setup="hf_accel int8")
 
@@ -72,11 +77,9 @@ CLAIMS = {
         100 * recorded("decode_bench-8b", "bandwidth_share", folder="nvidia-h200", setup=f"hf_accel {weights}")
         for weights in ("exact", "int8")
     ],
-    "nothing is slower than stock (0.97x at worst: eight images)": [
-        slowest("DINOv2 base, float32, exact", folder=AVX2)
-    ],
+    "nothing that was measured has less than 0.97x": [slowest_of_all(AVX2)],
     "tiny models have 0.7x of its speed": [slowest("tiny, float32, exact", folder=XEON)],
-    "through GPT-2 in bfloat16 are (0.9x)": [slowest("bench-gpt2, bfloat16, exact", folder=AVX512)],
+    "through GPT-2 in bfloat16 are slower (0.9x)": [slowest("bench-gpt2, bfloat16, exact", folder=AVX512)],
     "128 tokens in float32 (0.9x) and prompts of tiny models (0.8x); GPT-2 in bfloat16 was (0.9x": [
         slowest(f"{model}, exact", folder=AMX)
         for model in ("bench-qwen2, float32", "tiny, float32", "bench-gpt2, bfloat16")

@@ -90,16 +90,16 @@ def is_others_class(kind: type) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def bases_of_others(kind: type) -> tuple[type, ...]:
+def of_others(bases: tuple[type, ...]) -> tuple[type, ...]:
     """Return those of a class and its bases that none of the known packages wrote."""
-    return tuple(base for base in kind.__mro__ if package_of(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS)
+    return tuple(base for base in bases if package_of(base) not in KNOWN_PACKAGES | PYTHONS | QUANTIZERS)
 
 
 def is_written_by_others(kind: type) -> bool:
     """Return whether others wrote what a class computes. Such a class may still have a name of its own, and say how a
     model is made or saved.
     """
-    others = bases_of_others(kind)
+    others = of_others(kind.__mro__)
     if not others:
         return False
     if any("forward" in vars(base) for base in others):
