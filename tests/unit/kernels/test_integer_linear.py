@@ -94,6 +94,21 @@ def test_int8_levels_at_the_ends_of_their_range(isa, level):
             np.testing.assert_array_equal(linear(x).numpy(), expected)
 
 
+@pytest.mark.parametrize(("inputs", "group"), [(37, 128), (300, 128), (24, 8), (120, 40), (272, 136), (600, 200)])
+def test_int8_levels_of_any_neighbours(isa, inputs, group):
+    """Where a multiply-add saturates, neighbours that do not fit together are multiplied in two parts."""
+    stored = torch.randint(-128, 128, (70, inputs), dtype=torch.int8)
+    stored[:, ::3] = torch.randint(0, 2, stored[:, ::3].shape, dtype=torch.int8) * -1 ^ 127  # 127 or -128
+    groups = -(-inputs // group) if inputs % group == 0 and group != 128 else 1  # INT8 has scales of outputs alone
+    linear = IntegerLinear([pack(8, stored, torch.ones(70, groups))], [None])
+    x = torch.randint(-127, 128, (48, inputs)).float()
+    x[::2] = x[::2].sign() * (x[::2].abs() // 64 + 63).clamp_max(127)  # near the limit of a pair
+    x[:, ::group] = 127.0  # so levels are what is given
+    for rows in (1, 2, 7, 48):
+        expected = oracle(x[:rows], stored.numpy().astype(np.int64), np.ones((70, 1), np.float32), bits=8, group=group)
+        np.testing.assert_array_equal(linear(x[:rows]).numpy(), expected)
+
+
 def stored_of(levels: torch.Tensor, bits: int) -> torch.Tensor:
     """Levels [out, in] in bytes, bit by bit: the first input in the lowest bits."""
     single = np.unpackbits(levels.numpy()[..., None], axis=-1, count=bits, bitorder="little")

@@ -18,10 +18,10 @@ constexpr int TILE_ROWS = 4;
 constexpr int wide_for(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 #endif
 
-// The rows of a tile of a format. Bytes have 4 rows of two vectors, which are a little faster than 8 rows of one.
+// The rows of a tile of a format. Where pairs are limited, bytes have one row, as each has its own excess.
 template <int FORMAT>
-#if defined(HFA_SHORT_SUMS)
-constexpr int TALL = IN_BYTES<FORMAT> ? 4 : 8;
+#if defined(HFA_LIMITED_PAIRS)
+constexpr int TALL = IN_BYTES<FORMAT> ? 1 : TILE_ROWS;
 #else
 constexpr int TALL = TILE_ROWS;
 #endif
@@ -56,6 +56,16 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
     });
   }
 }
+
+#if defined(HFA_LIMITED_PAIRS)
+// Adds what the levels of a row and group have beyond those that were limited.
+template <int WIDE>
+inline HFA_INLINE void add_excess(const uint8_t* weight, const QuantizedRows& x, int64_t g, int64_t r, I (&sums)[1][WIDE]) {
+  const ExcessRange range = x.excess_ranges[g * x.rows + r];
+  for (int32_t i = range.first; i < range.last; ++i)
+    sum_int8(weight + x.excess[i].step * STEP, 1, x.excess[i].levels, 0, NothingAhead(), sums);
+}
+#endif
 
 template <int FORMAT, int ROWS, int WIDE, class Next>
 inline HFA_INLINE void sum_levels(const uint8_t* weight, int64_t steps, const int8_t* x, int64_t x_stride, Next next,
@@ -221,16 +231,21 @@ template <int FORMAT, int ROWS, int WIDE, class Next>
 inline HFA_INLINE void group_tile(const GroupTask& group, int start, const QuantizedRows& x, int64_t g, int64_t r0,
                                   Next next, float* out) {
   const GroupTask task = group;  // in registers: what is written to `out` cannot change it
+  const uint8_t* const weight = task.weight + lane_offset<FORMAT>(start);
   I sums[ROWS][WIDE];
-  add_steps<FORMAT>(task.weight + lane_offset<FORMAT>(start), task.steps, x.row(g, r0), x.group, next, sums,
+  add_steps<FORMAT>(weight, task.steps, x.row(g, r0), x.group, next, sums,
                     [&]() HFA_INLINE { begin_sums<FORMAT>(task, start, x.sums + g * x.rows + r0, sums); });
+#if defined(HFA_LIMITED_PAIRS)
+  if constexpr (IN_BYTES<FORMAT>) add_excess(weight, x, g, r0, sums);
+#endif
   add_group<FORMAT>(task, start, x, g, r0, sums, out);
 }
 
 // The same for all outputs of the block.
 template <int FORMAT, int ROWS>
-inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, Ahead ahead, float* out) {
+inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g, int64_t r0, const Ahead& from, float* out) {
   constexpr int WIDE = wide_for(ROWS);
+  Ahead ahead = from;
   for (int start = 0; start < BLOCK; start += WIDE * LANES) {
     if constexpr (2 * ROWS >= TALL<FORMAT> || ROWS >= 3) {  // the height of one of several tiles, or of enough rows
       if (ahead.tiles > 0) {
@@ -247,7 +262,7 @@ inline void group_rows(const GroupTask& task, const QuantizedRows& x, int64_t g,
 // Calls f with the rows of a tile as a constant.
 template <int FORMAT, int ROWS = 1, class Function>
 inline void for_height(int64_t rows, const Function& f) {
-  if (rows == ROWS) return f(Constant<ROWS>{});
+  if (TALL<FORMAT> == 1 || rows == ROWS) return f(Constant<ROWS>{});
   if constexpr (ROWS < TALL<FORMAT>) for_height<FORMAT, ROWS + 1>(rows, f);
 }
 
@@ -255,6 +270,10 @@ inline void for_height(int64_t rows, const Function& f) {
 template <int FORMAT, class Function>
 inline void for_tiles(int64_t rows, const Function& f) {
   if (rows <= TALL<FORMAT>) return f(0, 0, rows);
+  if constexpr (TALL<FORMAT> == 1) {
+    for (int64_t r = 0; r < rows; ++r) f(r, r, 1);
+    return;
+  }
   const int64_t tiles = ceil_div(rows, TALL<FORMAT>);
   for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
     const int64_t height = ceil_div(rows - r, tiles - tile);

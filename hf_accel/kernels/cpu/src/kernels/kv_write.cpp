@@ -6,14 +6,11 @@
 #include "../kernels.h"
 
 #include "../parallel.h"
-#include "../simd/simd.h"
+#include "any_dtype.h"
 #include "page_dtype.h"
 #include "rotate.h"
 
 namespace {
-
-template <class T>
-inline F load_part(const T* p, int64_t n) { return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n)); }
 
 inline void store_part(int8_t* p, F x, int64_t n) {
   if (n >= LANES) store_as(p, x);
@@ -47,7 +44,7 @@ template <class T, class P>
 inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
   F largest = zero(), poison = zero();
   for (int64_t i = 0; i < dim; i += LANES) {
-    const F value = abs(load_part(x + i, dim - i));
+    const F value = abs(load_upto(x + i, dim - i));
     largest = max(value, largest);
     poison = add(poison, value);  // NaN if any value is; values are not negative, so infinities do not cancel
   }
@@ -56,7 +53,7 @@ inline void quantize(const T* x, int64_t dim, P* levels, Scale<T>* scale) {
   const float rounded = to_float(*scale);
   const F divisor = set1(rounded == 0.0f ? 1.0f : rounded), limit = set1(LARGEST<P>);
   for (int64_t i = 0; i < dim; i += LANES) {
-    const F level = zero_nan(to_level(div(load_part(x + i, dim - i), divisor), levels));
+    const F level = zero_nan(to_level(div(load_upto(x + i, dim - i), divisor), levels));
     store_part(levels + i, max(min(level, limit), sub(zero(), limit)), dim - i);
   }
 }
@@ -83,7 +80,7 @@ template <class T>
 inline void quantize(const T* x, int64_t dim, Int4* levels, Scale<T>* scale) {
   struct Head;
   float* const numbers = static_cast<float*>(scratch<Head>(static_cast<size_t>(dim + LANES) * sizeof(float)));
-  for (int64_t i = 0; i < dim; i += LANES) store(numbers + i, load_part(x + i, dim - i));
+  for (int64_t i = 0; i < dim; i += LANES) store(numbers + i, load_upto(x + i, dim - i));
   rotate(numbers, dim);
   store_range(numbers, dim, scale);
   const float rounded = to_float(scale[0]);

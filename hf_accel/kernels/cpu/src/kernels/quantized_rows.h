@@ -6,9 +6,16 @@
 #include <cmath>
 
 #include "../parallel.h"
-#include "../simd/simd.h"
+#include "any_dtype.h"
 
 namespace {
+
+// What the levels of one step, four inputs, have beyond those that limit_pairs left: they are multiplied once more.
+struct Excess {
+  int32_t step;
+  int8_t levels[4];
+};
+struct ExcessRange { int32_t first, last; };  // of a row in a group
 
 // levels [groups, rows, group], scales and sums [groups, rows]. The groups come first, so that the kernel finds the
 // rows of a group side by side. Levels beyond the inputs are 0. A group with NaN or infinity has the scale NaN, which
@@ -18,37 +25,75 @@ struct QuantizedRows {
   float* scales;
   int32_t* sums;  // the sums of the levels
   int64_t rows, group, groups;
+  Excess* excess;               // [groups, rows, group / 4], if pairs are limited; used as far as ranges say
+  ExcessRange* excess_ranges;   // [groups, rows]
 
   const int8_t* row(int64_t g, int64_t r) const { return levels + (g * rows + r) * group; }
 };
 
 constexpr float LEAST = 1e-35f;  // a group with a smaller largest magnitude counts as 0, because 127 / it overflows
 
-template <class T>
-inline F load_part(const T* p, int64_t n) {
-  return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n));
-}
-
-template <class T>
-inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
+// WHOLE: the group has all its inputs, and these are whole vectors.
+template <bool WHOLE, class T>
+inline void quantize_group_as(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
+  const auto part = [&](int64_t k) HFA_INLINE { return WHOLE ? load_as(x + k) : load_upto(x + k, count - k); };
   I largest = iset1(0);  // as bits, in whose order infinity and NaN come after all other magnitudes
-  for (int64_t k = 0; k < count; k += LANES) largest = max_i32(bits_of(abs(load_part(x + k, count - k))), largest);
+  for (int64_t k = 0; k < count; k += LANES) largest = max_i32(bits_of(abs(part(k))), largest);
   const float absmax = bits_to_float(static_cast<uint32_t>(reduce_max(largest)));
   const bool broken = !(absmax <= FLT_MAX), usable = !broken && absmax >= LEAST;
   const F inverse = set1(usable ? 127.0f / absmax : 0.0f);
   scale = broken ? NAN : usable ? absmax / 127.0f : 0.0f;
   F total = zero();  // exact, since all partial sums are integers below 2^24
-  for (int64_t k = 0; k < group; k += LANES) {
-    const F value = usable && k < count ? load_part(x + k, count - k) : zero(), level = round(mul(value, inverse));
+  for (int64_t k = 0; usable && k < count; k += LANES) {
+    const F level = round(mul(part(k), inverse));
     store_as(levels + k, level);
     total = add(total, level);
   }
+  const int64_t filled = usable ? at_most(group, ceil_div(count, LANES) * LANES) : 0;
+  if (filled < group) std::memset(levels + filled, 0, static_cast<size_t>(group - filled));
   sum = static_cast<int32_t>(reduce_add(total));
 }
 
 template <class T>
+inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
+  if (count == group && group % LANES == 0) quantize_group_as<true>(x, count, group, levels, scale, sum);
+  else quantize_group_as<false>(x, count, group, levels, scale, sum);
+}
+
+#if defined(HFA_LIMITED_PAIRS)
+// Limits the pairs of a group. Returns in how many steps they had more.
+inline int32_t limit_group(int8_t* levels, int64_t group, Excess* excess) {
+  constexpr int64_t PART = 128, VECTOR = 32;
+  int32_t count = 0;
+  for (int64_t start = 0; start < group; start += PART) {
+    int8_t more[PART];
+    uint32_t steps = 0;  // those that had more; found first, since branches on what is in the data are mispredicted
+    for (int64_t k = 0; k < at_most(PART, group - start); k += VECTOR) {
+      int8_t* const at = levels + start + k;
+      const int64_t n = at_most(VECTOR, group - start - k);
+      if (n == VECTOR) {
+        steps |= limit_pairs(at, more + k) << k / 4;
+      } else {
+        int8_t last[VECTOR] = {};
+        std::memcpy(last, at, static_cast<size_t>(n));
+        steps |= limit_pairs(last, more + k) << k / 4;
+        std::memcpy(at, last, static_cast<size_t>(n));
+      }
+    }
+    for (; steps; steps &= steps - 1, ++count) {
+      const int step = __builtin_ctz(steps);
+      excess[count].step = static_cast<int32_t>(start / 4) + step;
+      std::memcpy(excess[count].levels, more + 4 * step, 4);
+    }
+  }
+  return count;
+}
+#endif
+
+// limited: limits the pairs of levels, where HFA_LIMITED_PAIRS is defined.
+template <class T>
 inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int64_t in_features, int64_t group,
-                                   int threads) {
+                                   [[maybe_unused]] bool limited, int threads) {
   struct Levels; struct Scales; struct Sums;
   QuantizedRows q;
   q.rows = rows;
@@ -58,12 +103,30 @@ inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int
   q.levels = static_cast<int8_t*>(scratch<Levels>(static_cast<size_t>((q.groups * rows + 32) * group + 64)));
   q.scales = static_cast<float*>(scratch<Scales>(static_cast<size_t>(q.groups * rows) * sizeof(float)));
   q.sums = static_cast<int32_t*>(scratch<Sums>(static_cast<size_t>(q.groups * rows) * sizeof(int32_t)));
+#if defined(HFA_LIMITED_PAIRS)
+  struct OfExcess; struct Ranges;
+  if (limited) {
+    const auto count = static_cast<size_t>(q.groups * rows);
+    q.excess = static_cast<Excess*>(scratch<OfExcess>(count * static_cast<size_t>(group / 4) * sizeof(Excess)));
+    q.excess_ranges = static_cast<ExcessRange*>(scratch<Ranges>(count * sizeof(ExcessRange)));
+  }
+#endif
   const int64_t chunk = 8;  // rows of a task; with fewer rows, a second thread would cost more than it saves
   parallel_for(ceil_div(rows, chunk), threads, [&](int64_t task) {
-    for (int64_t r = task * chunk; r < at_most(rows, (task + 1) * chunk); ++r)
-      for (int64_t g = 0; g < q.groups; ++g)
-        quantize_group(x + r * stride + g * group, at_most(group, in_features - g * group), group,
-                       q.levels + (g * rows + r) * group, q.scales[g * rows + r], q.sums[g * rows + r]);
+    const int64_t first = task * chunk;
+    for (int64_t r = first; r < at_most(rows, first + chunk); ++r)
+      for (int64_t g = 0; g < q.groups; ++g) {
+        const int64_t row = g * rows + r;
+        int8_t* const levels = q.levels + row * group;
+        quantize_group(x + r * stride + g * group, at_most(group, in_features - g * group), group, levels, q.scales[row],
+                       q.sums[row]);
+#if defined(HFA_LIMITED_PAIRS)
+        if (!limited) continue;
+        // The rows of a task have theirs side by side.
+        const int32_t from = r > first ? q.excess_ranges[row - 1].last : static_cast<int32_t>(row * (group / 4));
+        q.excess_ranges[row] = {from, from + limit_group(levels, group, q.excess + from)};
+#endif
+      }
   });
   return q;
 }

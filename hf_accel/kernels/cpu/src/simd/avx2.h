@@ -162,16 +162,32 @@ inline I held(I x) { __asm__("" : "+x"(x)); return x; }
 inline I dot4(I sum, I w, I a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
 inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 #else
-// The multiply-add of bytes saturates at 16 bits if w > 128. So it takes the magnitude of w - 128, and a with the sign of
-// w - 128: two products are 2 * 128 * 127 at most, which fits.
+// The multiply-add of bytes saturates if two products are more than 16 bits hold. Those of 15 and 127 are not.
+inline I dot4_nibbles(I sum, I w, I a) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
+}
+#if defined(HFA_TILES)
+// It takes the magnitude of w - 128, and a with the sign of w - 128: two products are 2 * 128 * 127 at most.
 inline I dot4(I sum, I w, I a) {
   const I difference = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
   const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(difference), _mm256_sign_epi8(a, difference));
   return held(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
-inline I dot4_nibbles(I sum, I w, I a) {  // no saturation, because 2 * 15 * 128 fits 16 bits
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
+#else
+// With limited pairs, two products are 255 * 128 at most.
+#define HFA_LIMITED_PAIRS
+inline I dot4(I sum, I w, I a) { return held(dot4_nibbles(sum, w, a)); }
+inline uint32_t limit_pairs(int8_t* levels, int8_t* excess) {
+  const I whole = load_bytes(levels), sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), whole);
+  const I above = _mm256_cmpgt_epi16(_mm256_abs_epi16(sums), _mm256_set1_epi16(128));
+  const I near = _mm256_max_epi8(_mm256_min_epi8(whole, _mm256_set1_epi8(64)), _mm256_set1_epi8(-64));
+  const I limited = _mm256_blendv_epi8(whole, near, above), rest = sub_bytes(whole, limited);
+  store_bytes(levels, limited);
+  store_bytes(excess, rest);
+  const I none = _mm256_cmpeq_epi32(rest, _mm256_setzero_si256());
+  return ~static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(none))) & 0xff;
 }
+#endif
 #define HFA_SHORT_SUMS
 struct FourBytes { int8_t bytes[4]; };
 // As one block, since gcc would read the bytes of all rows first, and then lack registers for the sums.

@@ -8,7 +8,7 @@
 //   store_weights  stores LANES floats as numbers
 #pragma once
 
-#include "../../simd/simd.h"
+#include "../any_dtype.h"
 
 namespace {
 
@@ -17,7 +17,7 @@ struct FloatWords {
   typedef float Number;
 
   template <class T>
-  static F load(const T* p, int64_t n) { return n >= LANES ? load_as(p) : load_as_n(p, static_cast<int>(n)); }
+  static F load(const T* p, int64_t n) { return load_upto(p, n); }
   static F load_shifted(const Int4* p, int64_t n, F shift) { return add(load(p, n), shift); }
   static F dot(F sum, F a, F b) { return fmadd(a, b, sum); }
   static void store_weights(float* p, F x) { store(p, x); }
