@@ -25,8 +25,8 @@ struct QuantizedRows {
   float* scales;
   int32_t* sums;  // the sums of the levels
   int64_t rows, group, groups;
-  Excess* excess;               // [groups, rows, group / 4], if pairs are limited; used as far as ranges say
-  ExcessRange* excess_ranges;   // [groups, rows]
+  Excess* excess;              // if pairs are limited, at most [rows, groups, group / 4]
+  ExcessRange* excess_ranges;  // [groups, rows]
 
   const int8_t* row(int64_t g, int64_t r) const { return levels + (g * rows + r) * group; }
 };
@@ -113,20 +113,21 @@ inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int
 #endif
   const int64_t chunk = 8;  // rows of a task; with fewer rows, a second thread would cost more than it saves
   parallel_for(ceil_div(rows, chunk), threads, [&](int64_t task) {
-    const int64_t first = task * chunk;
-    for (int64_t r = first; r < at_most(rows, first + chunk); ++r)
-      for (int64_t g = 0; g < q.groups; ++g) {
-        const int64_t row = g * rows + r;
-        int8_t* const levels = q.levels + row * group;
-        quantize_group(x + r * stride + g * group, at_most(group, in_features - g * group), group, levels, q.scales[row],
-                       q.sums[row]);
+    const int64_t first = task * chunk, last = at_most(rows, first + chunk);
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t g = 0; g < q.groups; ++g)
+        quantize_group(x + r * stride + g * group, at_most(group, in_features - g * group), group,
+                       q.levels + (g * rows + r) * group, q.scales[g * rows + r], q.sums[g * rows + r]);
 #if defined(HFA_LIMITED_PAIRS)
-        if (!limited) continue;
-        // The rows of a task have theirs side by side.
-        const int32_t from = r > first ? q.excess_ranges[row - 1].last : static_cast<int32_t>(row * (group / 4));
-        q.excess_ranges[row] = {from, from + limit_group(levels, group, q.excess + from)};
-#endif
+    if (!limited) return;
+    int64_t at = first * q.groups * (group / 4);  // without gaps, so that little of the memory is touched
+    for (int64_t g = 0; g < q.groups; ++g)
+      for (int64_t r = first; r < last; ++r) {
+        const int64_t from = at;
+        at += limit_group(q.levels + (g * rows + r) * group, group, q.excess + at);
+        q.excess_ranges[g * rows + r] = {static_cast<int32_t>(from), static_cast<int32_t>(at)};
       }
+#endif
   });
   return q;
 }
