@@ -219,9 +219,9 @@ int64_t rows_at_once(const LinearCall& call) {
 }
 
 QuantizedRows quantize_input(const Linear& linear, const LinearCall& call) {
-  const bool in_bytes = linear.format == INT8 || linear.format == INT8_GROUPS;
+  const bool limited = LIMITED<INT8> && linear.format == INT8;
   const auto rows = [&](const auto* x) {
-    return quantize_rows(x, call.x_stride, call.rows, linear.in_features, linear.group, in_bytes, call.threads);
+    return quantize_rows(x, call.x_stride, call.rows, linear.in_features, linear.group, limited, call.threads);
   };
   switch (call.x_dtype) {
     case BF16: return rows(static_cast<const Bf16*>(call.x));

@@ -34,6 +34,15 @@ inline F weight_factor(const GroupTask& task, const void* values, int64_t i) {
 template <int FORMAT>
 constexpr bool IN_BYTES = FORMAT == INT8 || FORMAT == INT8_GROUPS;
 
+// Whether dot4_limited multiplies a format. Not small groups of inputs: there each row has more beyond the limit, and its
+// end takes longer than its products save (with groups of 32, 512 rows took 1.1 times as long, with 64 as long).
+template <int FORMAT>
+#if defined(HFA_LIMITED_PAIRS)
+constexpr bool LIMITED = FORMAT == INT8;
+#else
+constexpr bool LIMITED = false;
+#endif
+
 // How the numbers of a format lie. A unit of PLANES * STEP bytes has WORDS words for each of 64 outputs; a word has the
 // numbers of 4 inputs. each(lane, f) reads those of LANES outputs, the first of which is at `lane` (see lane_offset), and
 // calls f(word, bytes). each_in_place(lane, f) calls f(word, i, bytes) with the numbers times 2^SHIFTS[i], which takes

@@ -61,25 +61,15 @@ inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* lev
 }
 
 #if defined(HFA_LIMITED_PAIRS)
-// Limits the pairs of a group. Returns in how many steps they had more.
+// Limits the pairs of a group, a multiple of 32 levels. Returns in how many steps they had more.
 inline int32_t limit_group(int8_t* levels, int64_t group, Excess* excess) {
   constexpr int64_t PART = 128, VECTOR = 32;
   int32_t count = 0;
   for (int64_t start = 0; start < group; start += PART) {
     int8_t more[PART];
     uint32_t steps = 0;  // those that had more; found first, since branches on what is in the data are mispredicted
-    for (int64_t k = 0; k < at_most(PART, group - start); k += VECTOR) {
-      int8_t* const at = levels + start + k;
-      const int64_t n = at_most(VECTOR, group - start - k);
-      if (n == VECTOR) {
-        steps |= limit_pairs(at, more + k) << k / 4;
-      } else {
-        int8_t last[VECTOR] = {};
-        std::memcpy(last, at, static_cast<size_t>(n));
-        steps |= limit_pairs(last, more + k) << k / 4;
-        std::memcpy(at, last, static_cast<size_t>(n));
-      }
-    }
+    for (int64_t k = 0; k < at_most(PART, group - start); k += VECTOR)
+      steps |= limit_pairs(levels + start + k, more + k) << k / 4;
     for (; steps; steps &= steps - 1, ++count) {
       const int step = __builtin_ctz(steps);
       excess[count].step = static_cast<int32_t>(start / 4) + step;

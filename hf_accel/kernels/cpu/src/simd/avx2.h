@@ -166,17 +166,15 @@ inline I dot4_nibbles(I sum, I w, I a) { return dot4(sum, w, a); }
 inline I dot4_nibbles(I sum, I w, I a) {
   return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
 }
-#if defined(HFA_TILES)
 // It takes the magnitude of w - 128, and a with the sign of w - 128: two products are 2 * 128 * 127 at most.
 inline I dot4(I sum, I w, I a) {
   const I difference = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
   const I pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(difference), _mm256_sign_epi8(a, difference));
   return held(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 }
-#else
-// With limited pairs, two products are 255 * 128 at most.
+#if !defined(HFA_TILES)  // which multiply whole levels
 #define HFA_LIMITED_PAIRS
-inline I dot4(I sum, I w, I a) { return held(dot4_nibbles(sum, w, a)); }
+inline I dot4_limited(I sum, I w, I a) { return held(dot4_nibbles(sum, w, a)); }  // two products are 255 * 128 at most
 inline uint32_t limit_pairs(int8_t* levels, int8_t* excess) {
   const I whole = load_bytes(levels), sums = _mm256_maddubs_epi16(_mm256_set1_epi8(1), whole);
   const I above = _mm256_cmpgt_epi16(_mm256_abs_epi16(sums), _mm256_set1_epi16(128));

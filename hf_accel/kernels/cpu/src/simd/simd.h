@@ -14,8 +14,9 @@
 //   transpose  of LANES vectors, lane j of vector i becomes lane i of vector j
 //   dot4       adds four products of unsigned bytes of w, less DOT4_OFFSET, and signed bytes of a, which are at least
 //              -127, to each lane of I, without saturation; dot4_nibbles adds those of w <= 15 itself
-//   limit_pairs  (where HFA_LIMITED_PAIRS is defined: there dot4 saturates if the first or last two bytes of a have a sum
-//              beyond 128) limits 32 bytes so, and stores what they had more. Returns bit i if bytes 4 * i.. had more
+//   dot4_limited, limit_pairs  (where HFA_LIMITED_PAIRS is defined) the first is dot4 in fewer instructions, of w itself,
+//              where the sums of the first and of the last two bytes of a are within 128. The second limits 32 bytes so,
+//              and stores what they had more; it returns bit i if bytes 4 * i.. had more
 //   dot2, add_shorts  (where HFA_SHORT_SUMS is defined) add two products of w itself and of the bytes at a to each half
 //              of a lane, which has 16 bits and must not overflow; and the halves of each lane to a sum
 //   bits_from<PLACE>(x, mask)  x >> PLACE & mask for each byte of x; the mask has 8 - PLACE bits at most
@@ -55,8 +56,7 @@ inline F load_as_n(const Int4* p, int n) {  // n is even
 }
 
 // It is 128 where the hardware has only products of two signed bytes, or has no room for those of an unsigned one.
-#if (defined(HFA_NEON) && !defined(HFA_I8MM)) || \
-    (defined(HFA_AVX2) && defined(HFA_TILES) && !defined(HFA_AVX512) && !defined(HFA_AVX_VNNI))
+#if (defined(HFA_NEON) && !defined(HFA_I8MM)) || (defined(HFA_AVX2) && !defined(HFA_AVX512) && !defined(HFA_AVX_VNNI))
 constexpr int DOT4_OFFSET = 128;
 #else
 constexpr int DOT4_OFFSET = 0;
