@@ -69,7 +69,7 @@ inline HFA_INLINE void sum_int8(const uint8_t* weight, int64_t steps, const int8
 template <int FORMAT, int WIDE>
 inline HFA_INLINE void add_excess(const uint8_t* weight, const QuantizedRows& x, int64_t g, int64_t r, I (&sums)[1][WIDE]) {
   const ExcessRange range = x.excess_ranges[g * x.rows + r];
-  for (int32_t i = range.first; i < range.last; ++i)
+  for (int64_t i = range.first; i < range.last; ++i)
     sum_int8<FORMAT>(weight + x.excess[i].step * STEP, 1, x.excess[i].levels, 0, NothingAhead(), sums);
 }
 #endif

@@ -15,7 +15,7 @@ struct Excess {
   int32_t step;
   int8_t levels[4];
 };
-struct ExcessRange { int32_t first, last; };  // of a row in a group
+struct ExcessRange { int64_t first, last; };  // of a row in a group
 
 // levels [groups, rows, group], scales and sums [groups, rows]. The groups come first, so that the kernel finds the
 // rows of a group side by side. Levels beyond the inputs are 0. A group with NaN or infinity has the scale NaN, which
@@ -33,10 +33,9 @@ struct QuantizedRows {
 
 constexpr float LEAST = 1e-35f;  // a group with a smaller largest magnitude counts as 0, because 127 / it overflows
 
-// WHOLE: the group has all its inputs, and these are whole vectors.
-template <bool WHOLE, class T>
-inline void quantize_group_as(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
-  const auto part = [&](int64_t k) HFA_INLINE { return WHOLE ? load_as(x + k) : load_upto(x + k, count - k); };
+template <class T>
+inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
+  const auto part = [&](int64_t k) HFA_INLINE { return load_upto(x + k, count - k); };
   I largest = iset1(0);  // as bits, in whose order infinity and NaN come after all other magnitudes
   for (int64_t k = 0; k < count; k += LANES) largest = max_i32(bits_of(abs(part(k))), largest);
   const float absmax = bits_to_float(static_cast<uint32_t>(reduce_max(largest)));
@@ -52,12 +51,6 @@ inline void quantize_group_as(const T* x, int64_t count, int64_t group, int8_t* 
   const int64_t filled = usable ? at_most(group, ceil_div(count, LANES) * LANES) : 0;
   if (filled < group) std::memset(levels + filled, 0, static_cast<size_t>(group - filled));
   sum = static_cast<int32_t>(reduce_add(total));
-}
-
-template <class T>
-inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* levels, float& scale, int32_t& sum) {
-  if (count == group && group % LANES == 0) quantize_group_as<true>(x, count, group, levels, scale, sum);
-  else quantize_group_as<false>(x, count, group, levels, scale, sum);
 }
 
 #if defined(HFA_LIMITED_PAIRS)
@@ -115,7 +108,7 @@ inline QuantizedRows quantize_rows(const T* x, int64_t stride, int64_t rows, int
       for (int64_t r = first; r < last; ++r) {
         const int64_t from = at;
         at += limit_group(q.levels + (g * rows + r) * group, group, q.excess + at);
-        q.excess_ranges[g * rows + r] = {static_cast<int32_t>(from), static_cast<int32_t>(at)};
+        q.excess_ranges[g * rows + r] = {from, at};
       }
 #endif
   });
