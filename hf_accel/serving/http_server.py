@@ -7,6 +7,7 @@ bound neither in the same way, so it is done before they see a byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -58,7 +59,8 @@ class DrainingServer(uvicorn.Server):
         if self._loop is None:  # it has not started to serve
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._end)
+            with contextlib.suppress(RuntimeError):  # its loop is closed: it has ended
+                self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
         if self._draining is None:

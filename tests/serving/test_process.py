@@ -116,6 +116,13 @@ def test_a_second_signal_cancels_at_once() -> None:
             list(stream)
 
 
+def test_an_end_after_the_end_is_nothing() -> None:
+    """A rank may be lost, or a signal come, when the server has just ended."""
+    with serving() as running:
+        pass
+    running.server.handle_exit(signal.SIGTERM, None)
+
+
 def test_a_dead_engine_is_said() -> None:
     """Whoever waits gets an error, and whoever comes gets 503: nobody hangs."""
     with serving() as running, running.client() as client:
