@@ -8,6 +8,7 @@ its timeout as it was at first, whatever the ones before it did.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 import time
@@ -108,8 +109,14 @@ class Ranks:
                     found[rank] = self._ends[rank].recv()
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(5)
-                    found[rank] = (False, f"the process ended, exit code {self.processes[rank].exitcode}")
+                    found[rank] = (False, self._death(rank))
         return found
+
+    def _death(self, rank: int) -> str:
+        """How a rank's process ended: its exit code and, after a signal of a fault, where its threads were."""
+        words = _last_words(Path(self._folder.name), rank)
+        said = words.read_text() if words.exists() else ""
+        return f"the process ended, exit code {self.processes[rank].exitcode}\n{said}".rstrip()
 
     def _collect(self, expected: Sequence[int], timeout: float) -> list[Any]:
         found = self.outcomes(expected, timeout)
@@ -141,10 +148,17 @@ def set_timeout(seconds: float, group: Any = None) -> None:
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def _last_words(folder: Path, rank: int) -> Path:
+    """The file in which a rank that dies of a fault says where each of its threads was."""
+    return folder / f"rank{rank}.txt"
+
+
 def _serve(end: Connection, *, rank: int, size: int, store: str, group_timeout: float) -> None:
     """A rank's life: join the group, then run what is sent, until the pipe closes."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}  # transformers reads these
     torch.set_num_threads(1)
+    words = _last_words(Path(store).parent, rank).open("w")  # open as long as this process lives
+    faulthandler.enable(words)
     try:
         torch.distributed.init_process_group(
             "gloo",

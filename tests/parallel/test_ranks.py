@@ -28,9 +28,10 @@ def sleep_on_one() -> None:
     time.sleep(600 * torch.distributed.get_rank())
 
 
-def die_on_zero() -> None:
+def die_on_zero(number: int) -> None:
     if torch.distributed.get_rank() == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
+        time.sleep(60)
 
 
 def test_results_tracebacks_and_silence() -> None:
@@ -46,9 +47,16 @@ def test_results_tracebacks_and_silence() -> None:
 
 
 @pytest.mark.long
-def test_death_is_told_and_ends_the_others() -> None:
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        pytest.param(signal.SIGKILL, r"exit code -9$", id="killed"),
+        pytest.param(signal.SIGABRT, r"(?s)exit code -6\nFatal Python error: Aborted.*in die_on_zero", id="aborted"),
+    ],
+)
+def test_death_is_told_and_ends_the_others(number: int, what: str) -> None:
     with Ranks(2) as ranks:
-        with pytest.raises(RankError, match="exit code -9") as raised:
-            ranks.run(die_on_zero)
+        with pytest.raises(RankError, match=what) as raised:
+            ranks.run(die_on_zero, int(number))
         assert list(raised.value.failures) == [0]
         assert not any(process.is_alive() for process in ranks.processes)
