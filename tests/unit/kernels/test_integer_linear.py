@@ -26,7 +26,9 @@ SHAPES = [(8, 1, 1, 128), (8, 37, 100, 128), (8, 64, 128, 128), (8, 130, 300, 12
 SHAPES += [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
 SHAPES += [(3, 1, 32, 32), (3, 64, 96, 32), (3, 100, 192, 64), (3, 130, 384, 128)]
 SHAPES += [(2, 1, 32, 32), (2, 64, 96, 32), (2, 100, 192, 64), (2, 130, 384, 128)]
+EIGHTS = [(37, 40, 8), (70, 120, 24)]  # groups that are no whole vectors of 16 lanes
 ASYMMETRIC = [(4, 1, 32, 32), (4, 64, 96, 32), (4, 100, 192, 64), (4, 130, 384, 128)]
+ASYMMETRIC += [(4, *shape) for shape in EIGHTS]
 ASYMMETRIC += [(3, 1, 32, 32), (3, 70, 192, 96), (3, 130, 384, 128)]
 ASYMMETRIC += [(2, 1, 16, 16), (2, 70, 240, 48), (2, 130, 384, 128)]
 FEWER = [4, 3, 2]
@@ -184,7 +186,7 @@ GROUPED = [(1, 32, 32), (64, 96, 16), (100, 192, 64), (130, 384, 128), (70, 512,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), GROUPED)
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [*GROUPED, *EIGHTS])
 def test_int8_with_scales_of_groups(isa, outputs, inputs, group, dtype):
     """Of either sign, and with the level -128: other programs store both."""
     stored = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)

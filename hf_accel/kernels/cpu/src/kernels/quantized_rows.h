@@ -45,7 +45,7 @@ inline void quantize_group(const T* x, int64_t count, int64_t group, int8_t* lev
   F total = zero();  // exact, since all partial sums are integers below 2^24
   for (int64_t k = 0; usable && k < count; k += LANES) {
     const F level = round(mul(part(k), inverse));
-    store_as(levels + k, level);
+    store_upto(levels + k, level, group - k);  // what follows a group are levels of another row
     total = add(total, level);
   }
   const int64_t filled = usable ? at_most(group, ceil_div(count, LANES) * LANES) : 0;
