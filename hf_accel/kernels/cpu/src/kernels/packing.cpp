@@ -1,6 +1,7 @@
 // Packs, unpacks and quantizes weights; kernels.h describes the packed layout.
 #include "../kernels.h"
 #include "../parallel.h"
+#include "any_dtype.h"
 #include "packed_levels.h"
 
 namespace {
@@ -34,7 +35,7 @@ bool quantize_group(const T* weight, int64_t count, T& stored_scale, uint8_t* le
   constexpr float HALF = 1 << (BITS<FORMAT> - 1);
   F above = zero(), below = zero(), poison = zero();
   for (int64_t k = 0; k < count; k += LANES) {
-    const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
+    const F value = load_upto(weight + k, count - k);
     above = max(value, above);
     below = max(sub(zero(), value), below);
     poison = fmadd(value, zero(), poison);  // NaN if a value is NaN or infinity, else 0
@@ -47,9 +48,8 @@ bool quantize_group(const T* weight, int64_t count, T& stored_scale, uint8_t* le
   const F divisor = set1(scale == 0.0f ? 1.0f : scale);
   const F least = set1(IS_BYTE ? -127.0f : -HALF), most = set1(HALF - 1.0f);
   for (int64_t k = 0; k < count; k += LANES) {
-    const int n = static_cast<int>(at_most(LANES, count - k));
-    const F level = min(max(round(div(load_as_n(weight + k, n), divisor)), least), most);
-    store_as_n(reinterpret_cast<int8_t*>(levels) + k, IS_BYTE ? level : add(level, set1(HALF)), n);
+    const F level = min(max(round(div(load_upto(weight + k, count - k), divisor)), least), most);
+    store_upto(reinterpret_cast<int8_t*>(levels) + k, IS_BYTE ? level : add(level, set1(HALF)), count - k);
   }
   return reduce_add(poison) == 0.0f;
 }
@@ -60,7 +60,7 @@ bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_
   constexpr float STEPS = (1 << BITS<FORMAT>) - 1;
   F high = zero(), negated_low = zero(), poison = zero();  // the range includes 0
   for (int64_t k = 0; k < count; k += LANES) {
-    const F value = load_as_n(weight + k, static_cast<int>(at_most(LANES, count - k)));
+    const F value = load_upto(weight + k, count - k);
     high = max(value, high);
     negated_low = max(sub(zero(), value), negated_low);
     poison = fmadd(value, zero(), poison);
@@ -73,9 +73,8 @@ bool quantize_asymmetric(const T* weight, int64_t count, T& stored_scale, uint8_
   const float offset = finite ? reduce_max(min(round(set1(below / step)), set1(STEPS))) : 0.0f;
   zero_point = static_cast<uint8_t>(offset);
   for (int64_t k = 0; k < count; k += LANES) {
-    const int n = static_cast<int>(at_most(LANES, count - k));
-    const F level = add(round(div(load_as_n(weight + k, n), set1(step))), set1(offset));
-    store_as_n(reinterpret_cast<int8_t*>(levels) + k, min(max(level, zero()), set1(STEPS)), n);
+    const F level = add(round(div(load_upto(weight + k, count - k), set1(step))), set1(offset));
+    store_upto(reinterpret_cast<int8_t*>(levels) + k, min(max(level, zero()), set1(STEPS)), count - k);
   }
   return finite;
 }
