@@ -16,7 +16,7 @@ from hf_accel.kernels import cpu as kernels
 from .families import build
 from .speculating import OracleTree, RandomDrafter, by_engine, requests, target
 
-NEW_TOKENS = 20
+NEW_TOKENS = 28  # with 20, arrivals on a busy machine left 50 to 61 branches
 AT_ONCE = 8  # requests: their trees have room in the passes of every CPU, whose most rows differ
 PROMPTS = requests(24, shared=17, seed=3)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 12, "repetition_penalty": 1.2}
@@ -64,8 +64,7 @@ def assert_same(
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_blocks(block_size: int, sampled: bool) -> None:
     stats = assert_same("llama", block_size, sampled=sampled)
-    # How many depends on which requests meet: 61 where nothing else runs, 50 on a busy machine.
-    assert stats["branched"] > 20 and stats["tokens_per_pass"] > 1.5
+    assert stats["branched"] > 50 and stats["tokens_per_pass"] > 1.5
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
